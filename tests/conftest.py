@@ -1,0 +1,17 @@
+"""What every test shares: a hypothesis profile for two cores, and no network for the oracles."""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# Read by the hub client when it is first imported, so they are set before any test module is.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# No test asserts a time, so none has a deadline. Examples are drawn anew in every run and a failing one is printed with
+# the line that repeats it; tests of tensor algebra that can afford more say so themselves.
+settings.register_profile(
+    "minieagle", deadline=None, max_examples=25, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("minieagle")
