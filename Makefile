@@ -16,9 +16,9 @@ test: $(TEST_STAMP)
 	$(BIN)/python -m pytest
 
 check: $(TEST_STAMP)
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m pyright
 
 # dist/ is source: it is not in this list, and must not be.
 clean:
