@@ -18,7 +18,7 @@ test: $(TEST_STAMP)
 check: $(TEST_STAMP)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
-	$(BIN)/python -m pyright
+	$(BIN)/python -m pyright --pythonpath $(BIN)/python
 
 # dist/ is source: it is not in this list, and must not be.
 clean:
