@@ -1,0 +1,103 @@
+"""The target: DeepSeek-V3 architecture (arXiv 2412.19437), one forward over rows.
+
+Boundary b is the residual stream entering layer b, before any norm: b = 0 the embedding output, b = L the last layer's
+output before the final norm. The forward takes the wanted boundaries as an argument and returns them; there are no
+hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minieagle.models.attention import AttentionPlan
+from minieagle.models.cache import PagedCache
+from minieagle.models.config import TargetConfig
+from minieagle.models.layers import Linear, RMSNorm, SwiGLU
+from minieagle.models.mla import LatentAttention
+from minieagle.models.moe import MixtureOfExperts
+from minieagle.models.rope import RotaryTable
+from minieagle.models.rows import Rows
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """logits [W, vocab] float32 at the wanted rows; captured [T, len(boundaries), hidden] in the model's dtype."""
+
+    logits: Tensor
+    captured: Tensor
+
+
+class Block(nn.Module):
+    """One layer: h += attention(norm(h)); h += feed_forward(norm(h))."""
+
+    def __init__(self, config: TargetConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = LatentAttention(config)
+        self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        dense = index < config.first_k_dense_replace
+        self.feed_forward = SwiGLU(config.hidden_size, config.intermediate_size) if dense else MixtureOfExperts(config)
+
+    def forward(
+        self, h: Tensor, cos: Tensor, sin: Tensor, cache: PagedCache, slots: Tensor, plan: AttentionPlan
+    ) -> Tensor:
+        h = h + self.attention(self.input_norm(h), cos, sin, cache, self.index, slots, plan)
+        return h + self.feed_forward(self.post_attention_norm(h))
+
+
+class Target(nn.Module):
+    """The whole model. Weights are filled by models/weights.py."""
+
+    def __init__(self, config: TargetConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.rotary: RotaryTable
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.dtype
+
+    def new_cache(self, num_slots: int) -> PagedCache:
+        """An empty latent cache of num_slots rows a layer, in the model's dtype and on its device."""
+        return PagedCache(self.config.num_hidden_layers, num_slots, 1, self.config.latent_width, self.dtype, self.device)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.embed_tokens)
+
+    def head(self, h: Tensor) -> Tensor:
+        """Logits [T, vocab] float32 of states h [T, hidden] at boundary L."""
+        return self.lm_head(self.norm(h)).float()
+
+    @torch.inference_mode()
+    def forward(
+        self, rows: Rows, cache: PagedCache, *, boundaries: Sequence[int] = (), logit_rows: Tensor | None = None
+    ) -> TargetOutput:
+        """Run rows through the model, writing their latents into the cache.
+
+        boundaries: which of 0..L to return, in the order given. logit_rows: [W] int64 rows whose logits are wanted,
+        None for all of them.
+        """
+        plan, slots = AttentionPlan.of(rows), rows.write_slots()
+        cos, sin = self.rotary.at(rows.positions)
+        h = self.embed(rows.token_ids)
+        states: dict[int, Tensor] = {0: h} if 0 in boundaries else {}
+        for index, layer in enumerate(self.layers):
+            h = layer(h, cos, sin, cache, slots, plan)
+            if index + 1 in boundaries:
+                states[index + 1] = h
+        captured = torch.stack([states[b] for b in boundaries], dim=1) if boundaries else h.new_empty(h.shape[0], 0, h.shape[1])
+        return TargetOutput(self.head(h if logit_rows is None else h.index_select(0, logit_rows)), captured)

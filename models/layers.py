@@ -1,0 +1,74 @@
+"""The plain layers: RMSNorm and Linear, both with the same bits for a row whatever the number of rows beside it.
+
+bf16 matrix products on a CPU have that property as they are. fp32 ones switch kernels below a dozen rows, so few rows
+are padded to 16. Element-wise functions that treat a vector's tail by scalar code (exp, sigmoid) differ in the last
+bit between the two, so they too are given whole vectors.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROW_TILE = 16
+
+
+def pad_rows(x: Tensor, multiple: int = ROW_TILE) -> Tensor:
+    """x [T, ...] with zero rows appended up to a multiple of `multiple`."""
+    missing = -x.shape[0] % multiple
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (arXiv 1910.07467): fp32 inside, cast to the input's dtype, then times the weight."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(self.eps))
+        return normed.to(x.dtype) * self.weight
+
+
+class Linear(nn.Module):
+    """x [T, in] -> [T, out], no bias. `pack()` turns a bf16 CPU weight into oneDNN's blocked layout once: half the
+    time of a one-row product, the same bits; the plain weight is freed."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.packed: Tensor | None = None
+
+    def pack(self) -> None:
+        if self.weight.device.type == "cpu" and self.weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
+            self.weight = nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed is not None:
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
+        if x.dtype == torch.float32 and x.shape[0] < ROW_TILE and not torch.is_grad_enabled():
+            return F.linear(pad_rows(x), self.weight)[: x.shape[0]]
+        return F.linear(x, self.weight)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate x) * up x), gate and up fused into one product."""
+
+    def __init__(self, width: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_up = Linear(width, 2 * intermediate)
+        self.down = Linear(intermediate, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(silu_mul(self.gate_up(x)))
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu of the first half times the second: [..., 2 I] -> [..., I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

@@ -1,0 +1,68 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) in absorbed form.
+
+The cache holds one row per token and layer: the rotated shared key k_pe [P], then the normed latent c_kv [R]. W_UK is
+folded into the query and W_UV into the output, so no per-head key or value is ever built: q_lat = q_nope W_UK,
+score = q_pe . k_pe + q_lat . c_kv, o_lat = softmax(score) c_kv, out = o_lat W_UV.
+
+T rows, H heads, N nope, P rotary and V value width per head, R latent rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from minieagle.models.attention import AttentionPlan, attend
+from minieagle.models.cache import PagedCache
+from minieagle.models.config import TargetConfig
+from minieagle.models.layers import Linear, RMSNorm, pad_rows
+from minieagle.models.rope import rotate_interleaved, softmax_scale
+
+
+def _per_head(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, H, a] times weight [H, a, b] -> [T, H, b]. fp32 products of few rows are padded, as in Linear."""
+    rows = pad_rows(x) if x.dtype == torch.float32 else x
+    return torch.bmm(rows.transpose(0, 1), weight).transpose(0, 1)[: x.shape[0]]
+
+
+class LatentAttention(nn.Module):
+    """x [T, hidden] -> [T, hidden]; writes its rows into the cache before it reads."""
+
+    def __init__(self, config: TargetConfig) -> None:
+        super().__init__()
+        self.num_heads, self.nope = config.num_attention_heads, config.qk_nope_head_dim
+        self.rope, self.rank, self.value = config.qk_rope_head_dim, config.kv_lora_rank, config.v_head_dim
+        self.q_rank = config.q_lora_rank
+        query_width = self.num_heads * config.qk_head_dim
+        self.qkv_a = Linear(config.hidden_size, (self.q_rank or query_width) + self.rank + self.rope)
+        if self.q_rank is not None:
+            self.q_a_norm = RMSNorm(self.q_rank, config.lora_norm_eps)
+            self.q_b = Linear(self.q_rank, query_width)
+        self.kv_a_norm = RMSNorm(self.rank, config.lora_norm_eps)
+        self.w_uk = nn.Parameter(torch.empty(self.num_heads, self.nope, self.rank))
+        self.w_uv = nn.Parameter(torch.empty(self.num_heads, self.rank, self.value))
+        self.o = Linear(self.num_heads * self.value, config.hidden_size)
+        self.scale = softmax_scale(config.qk_head_dim, config.yarn)
+
+    def _queries_and_latent(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x -> queries [T, H, N + P], latent c_kv [T, R] (normed), shared key k_pe [T, P] (not yet rotated)."""
+        q, c_kv, k_pe = self.qkv_a(x).split((self.qkv_a_q_width, self.rank, self.rope), dim=-1)
+        if self.q_rank is not None:
+            q = self.q_b(self.q_a_norm(q))
+        return q.view(x.shape[0], self.num_heads, -1), self.kv_a_norm(c_kv), k_pe
+
+    @property
+    def qkv_a_q_width(self) -> int:
+        return self.q_rank or self.num_heads * (self.nope + self.rope)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: PagedCache, layer: int, slots: Tensor, plan: AttentionPlan
+    ) -> Tensor:
+        q, c_kv, k_pe = self._queries_and_latent(x)
+        q_nope, q_pe = q.split((self.nope, self.rope), dim=-1)
+        rotated = rotate_interleaved(torch.cat((q_pe, k_pe.unsqueeze(1)), dim=1), cos, sin)
+        row = torch.cat((rotated[:, -1], c_kv), dim=-1)
+        cache.write(layer, slots, row.unsqueeze(1))
+        query = torch.cat((rotated[:, :-1], _per_head(q_nope, self.w_uk)), dim=-1).float() * self.scale
+        o_lat = attend(query, cache.layer(layer), plan, key_width=row.shape[-1], value_start=self.rope)
+        return self.o(_per_head(o_lat.to(x.dtype), self.w_uv).reshape(x.shape[0], -1))

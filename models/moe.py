@@ -1,0 +1,87 @@
+"""Mixture of experts as in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): sigmoid routing, a correction bias that
+takes part in the choice only, group-limited top-k, and a shared expert that every token passes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minieagle.models.config import TargetConfig
+from minieagle.models.layers import SwiGLU, pad_rows, silu_mul
+
+
+def _within_best_groups(choice: Tensor, num_groups: int, topk_group: int) -> Tensor:
+    """choice [T, E] with -inf outside the topk_group groups whose two best experts sum highest."""
+    grouped = choice.unflatten(-1, (num_groups, -1))
+    group_scores = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+    best = group_scores.topk(topk_group, dim=-1).indices
+    kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, best, True)
+    return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+class Router(nn.Module):
+    """x [T, D] -> expert ids [T, A] int64 and their weights [T, A] float32, in float32 throughout."""
+
+    def __init__(self, config: TargetConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
+        self.e_score_correction_bias = nn.Parameter(torch.empty(config.n_routed_experts))
+        self.num_groups, self.topk_group = config.n_group, config.topk_group
+        self.topk, self.scaling = config.num_experts_per_tok, config.routed_scaling_factor
+        self.normalise = config.norm_topk_prob
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows are padded to whole tiles: the fp32 product and the sigmoid then give a row the same bits in any batch."""
+        scores = F.linear(pad_rows(x.float()), self.weight).sigmoid()
+        choice = scores + self.e_score_correction_bias
+        if self.num_groups > 1:
+            choice = _within_best_groups(choice, self.num_groups, self.topk_group)
+        ids = choice.topk(self.topk, dim=-1).indices
+        weights = scores.gather(-1, ids)
+        if self.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return ids[: x.shape[0]], weights[: x.shape[0]] * self.scaling
+
+
+class Expert(nn.Module):
+    """One routed expert: two products, each plain or INT4. x [T, D] -> [T, D]."""
+
+    def __init__(self, gate_up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+
+
+class MixtureOfExperts(nn.Module):
+    """x [T, D] -> [T, D]: weighted routed experts plus the shared one. `experts` is filled by the loader."""
+
+    def __init__(self, config: TargetConfig) -> None:
+        super().__init__()
+        self.router = Router(config)
+        self.experts = nn.ModuleList()
+        shared = config.n_shared_experts * config.moe_intermediate_size
+        self.shared = SwiGLU(config.hidden_size, shared) if shared else None
+        self.topk = config.num_experts_per_tok
+
+    def _routed(self, x: Tensor) -> Tensor:
+        """Rows sorted by expert, so that each expert reads its weights once; results go back to their rows and are
+        added in the order of the row's own choice, whatever else is in the batch. [T, D] float32."""
+        ids, weights = self.router(x)
+        order = ids.flatten().argsort(stable=True)
+        chosen = x.index_select(0, order // self.topk)
+        counts = torch.bincount(ids.flatten(), minlength=len(self.experts)).tolist()
+        used = [(self.experts[e], count) for e, count in enumerate(counts) if count]
+        sizes = [count for _, count in used]
+        hidden = torch.cat([expert.gate_up(part) for (expert, _), part in zip(used, chosen.split(sizes), strict=True)])
+        hidden = silu_mul(hidden)
+        out = torch.cat([expert.down(part) for (expert, _), part in zip(used, hidden.split(sizes), strict=True)])
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=x.device))
+        mine = out.index_select(0, back).view(x.shape[0], self.topk, -1).float() * weights.unsqueeze(-1)
+        total = mine[:, 0]
+        for choice in range(1, self.topk):
+            total = total + mine[:, choice]
+        return total
+
+    def forward(self, x: Tensor) -> Tensor:
+        routed = self._routed(x).to(x.dtype)
+        return routed if self.shared is None else routed + self.shared(x)
