@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from minieagle.models.rows import Rows, Span
 
@@ -57,9 +58,8 @@ def _mask(allowed: Tensor) -> Tensor:
 def _shared_keys(spans: list[Span], num_keys: list[int], last_seen: Tensor) -> Keys:
     """Keys that all rows of a span read by position: the first num_keys[b] of each; last_seen [B, n] cuts per row."""
     width = _whole_blocks(max(num_keys))
-    slots = torch.full((len(spans), width), NULL_SLOT, dtype=torch.int64, device=last_seen.device)
-    for b, span in enumerate(spans):
-        slots[b, : num_keys[b]] = span.slots[: num_keys[b]]
+    slots = pad_sequence([span.slots[:n] for span, n in zip(spans, num_keys, strict=True)], True, NULL_SLOT)
+    slots = F.pad(slots, (0, width - slots.shape[1]), value=NULL_SLOT)
     return Keys(slots, _mask(torch.arange(width, device=slots.device) <= last_seen.unsqueeze(-1)))
 
 
@@ -70,7 +70,7 @@ def _tail_slots(span: Span, width: int) -> Tensor:
     slots = torch.full((span.num_rows, width), NULL_SLOT, dtype=torch.int64, device=span.slots.device)
     rest = span.committed - start
     slots[:, :rest] = span.slots[start : span.committed]
-    mine = span.slots[span.committed : span.committed + span.num_rows]
+    mine = span.slots[span.committed :]
     own = slots[:, rest : rest + span.ancestors.shape[1]]
     own.copy_(torch.where(span.ancestors >= 0, mine[span.ancestors], NULL_SLOT))
     return slots
@@ -125,7 +125,9 @@ def _gather(cache: Tensor, slots: Tensor) -> Tensor:
     """Cached rows at slots [N, keys] as [N * K, keys, width + 1] float32; the last column is 1, so that the product with
     the values also sums the weights."""
     found = cache.index_select(0, slots.flatten()).view(*slots.shape, *cache.shape[1:])
-    ones = F.pad(found.float(), (0, 1), value=1.0)
+    ones = found.new_empty(*found.shape[:-1], found.shape[-1] + 1, dtype=torch.float32)
+    ones[..., :-1] = found
+    ones[..., -1] = 1.0
     return ones.transpose(1, 2).reshape(-1, slots.shape[1], ones.shape[-1])
 
 

@@ -20,14 +20,21 @@ class Span:
     """One sequence's rows in a forward.
 
     slots: [capacity] int64, the cache slot of each storage index of the sequence; committed: rows already in the cache;
-    num_rows: rows of this forward; ancestors: [num_rows, M] int64, the row (within the span) at depth d above row v, v
-    itself at its own depth, -1 beyond it; None for a chain.
+    num_rows: rows of this forward. ancestors: None for a chain, else [num_rows, M] int64, the ancestor of row v at
+    depth d as an offset behind the committed rows, v itself at its own depth, -1 beyond it. first: the offset of this
+    forward's first row; more than 0 when earlier forwards stored upper levels of the same tree.
     """
 
     slots: Tensor
     committed: int
     num_rows: int
     ancestors: Tensor | None = None
+    first: int = 0
+
+    def write_slots(self) -> Tensor:
+        """[num_rows] int64 cache slots that the rows are written to."""
+        start = self.committed + self.first
+        return self.slots[start : start + self.num_rows]
 
     def positions(self) -> Tensor:
         """[num_rows] int64 absolute positions: committed + depth."""
@@ -53,4 +60,4 @@ class Rows:
 
     def write_slots(self) -> Tensor:
         """[T] int64 cache slots that the rows are written to."""
-        return torch.cat([span.slots[span.committed : span.committed + span.num_rows] for span in self.spans])
+        return torch.cat([span.write_slots() for span in self.spans])
