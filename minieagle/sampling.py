@@ -117,12 +117,11 @@ class SamplingBatch:
     """The parameters of T rows as tensors [T]: float32, top_k and seeds int64. The flags spare a look at the device."""
 
     temperature: Tensor
-    top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+    top_k: Tensor
     seeds: Tensor
-    any_greedy: bool
-    any_sampled: bool
+    any_sampled: bool  # some row has a temperature above 0
     any_cut: bool  # some sampled row uses top_k or top_p
 
     @staticmethod
@@ -133,8 +132,7 @@ class SamplingBatch:
         whole = torch.tensor([(p.top_k, seed) for p, seed in rows], dtype=torch.long, device=device).reshape(-1, 2)
         sampled = [p for p in params if not p.is_greedy]
         any_cut = any(p.top_k > 0 or p.top_p < 1 for p in sampled)
-        flags = len(sampled) < len(params), bool(sampled), any_cut
-        return SamplingBatch(reals[:, 0], whole[:, 0], reals[:, 1], reals[:, 2], whole[:, 1], *flags)
+        return SamplingBatch(*reals.unbind(1), *whole.unbind(1), any_sampled=bool(sampled), any_cut=any_cut)
 
 
 def emit(logits: Tensor, params: SamplingBatch, positions: Tensor) -> Tensor:
@@ -147,10 +145,7 @@ def emit(logits: Tensor, params: SamplingBatch, positions: Tensor) -> Tensor:
         return logits.argmax(-1)
     filters = params.temperature, params.top_k, params.top_p, params.min_p
     scores = processed_logprobs(logits, *filters, cut=params.any_cut)
-    sampled = (scores + gumbel(params.seeds, positions, logits.shape[-1])).argmax(-1)
-    if not params.any_greedy:
-        return sampled
-    return torch.where(params.temperature == 0, logits.argmax(-1), sampled)
+    return (scores + gumbel(params.seeds, positions, logits.shape[-1])).argmax(-1)
 
 
 def processed_logprobs(

@@ -70,8 +70,8 @@ def _proved(ids: Sequence[int], num_layers: int, field: str) -> Convention:
     inputs = min(ids) >= 0 and max(ids) <= num_layers
     if outputs and inputs:
         raise BoundaryError(
-            f"{field} {list(ids)} of {num_layers} layers can mean the outputs of these layers or their inputs, one "
-            "layer apart: pass convention='out' (SpecForge, TorchSpec, TensorRT-LLM) or 'in' (vLLM, speculators, llama.cpp)"
+            f"{field} {list(ids)} of {num_layers} layers can mean outputs of these layers or inputs, one "
+            "layer apart: pass convention='out' (SpecForge, TorchSpec, TensorRT-LLM) or 'in' (vLLM, speculators)"
         )
     return "out" if outputs else "in"  # legal as neither: the reader says which id is out of range
 

@@ -276,7 +276,7 @@ class Pool:
         kept = nodes.clamp(max=size - 1)
         slots = torch.searchsorted(torch.cat([self.roots, nodes], 1), self.parents.gather(1, kept))
         packed = torch.cat([real.sum(1, keepdim=True), self.tokens.gather(1, kept), slots], 1)
-        rows = cast("list[list[int]]", packed.tolist())
+        rows = cast("list[list[int]]", packed.tolist())  # pyright: ignore[reportUnknownMemberType]
         return [_tree(root, row[0], row[1:]) for root, row in zip(roots, rows, strict=True)]
 
 
@@ -299,7 +299,10 @@ def rerank(scores: Tensor, parents: Tensor, num_nodes: int) -> Tensor:
 
 
 def _no_more_than_ancestors(scores: Tensor, parents: Tensor) -> Tensor:
-    """Every score lowered to the least among its ancestors' and its own. Each round doubles the reach, so no depth is needed."""
+    """Every score lowered to the least of its own and its ancestors'.
+
+    Each round doubles the reach, so no depth is needed.
+    """
     scores = torch.nn.functional.pad(scores, (1, 0), value=math.inf)
     jump = torch.nn.functional.pad(parents + 1, (1, 0))
     for _ in range((scores.shape[1] - 1).bit_length()):
