@@ -5,9 +5,9 @@ neutral one in NEUTRAL, or null), or the answer is a 400 that names it. What a f
 sampling bounds in `SamplingParams`, messages in `tokenizer.check_messages`.
 
 Beyond OpenAI's fields: top_k, min_p, stop_token_ids, ignore_eos (names as in vLLM and SGLang), `speculation` (default
-true; false decodes plainly, with the same text), and `metrics.speculative_decoding` on the final body or usage chunk, in
-the shape that vLLM sends. Where temperature, top_p, top_k or min_p is absent, the model's generation_config.json decides,
-then OpenAI's default. Sources: OpenAI's published API description; vLLM pull request 48915 for the metrics.
+true; false decodes plainly, with the same text), and `metrics.speculative_decoding` on the final body or usage chunk,
+in the shape that vLLM sends. Where temperature, top_p, top_k or min_p is absent, the model's generation_config.json
+decides, then OpenAI's default. Sources: OpenAI's API description; vLLM pull request 48915 for the metrics.
 """
 
 import json
@@ -15,14 +15,16 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from minieagle.engine import Output, Request, SpecStats, TokenLogprob
+from minieagle.engine import Output, Request, TokenLogprob
 from minieagle.errors import RequestError
 from minieagle.sampling import MAX_LOGPROBS, SamplingParams
+from minieagle.sequence import SpecStats
 from minieagle.tokenizer import Detokenizer, Tokenizer
 
 Json = dict[str, Any]
@@ -162,7 +164,7 @@ class Answer:
         self._call = call
         self._tokenizer = tokenizer
         self._choices = [Choice(Detokenizer(tokenizer)) for _ in call.requests]
-        self._stats: list[SpecStats] = []
+        self._stats = SpecStats()
         kind = "chat.completion" if call.is_chat else "text_completion"
         self._object = kind + ".chunk" if call.is_chat and call.stream else kind
         self._head: Json = {
@@ -180,7 +182,7 @@ class Answer:
         choice.finish_reason = output.finish_reason
         logprobs = self._take_logprobs(choice, output)
         if output.stats is not None:
-            self._stats.append(output.stats)
+            self._stats.add(output.stats)
         chunks: list[Json] = []
         if output.text or logprobs is not None:
             chunks.append(self._chunk(index, {"content": output.text}, output.text, logprobs, None))
@@ -260,23 +262,26 @@ class Answer:
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _metrics(self) -> Json:
-        if not self._stats or not any(request.spec for request in self._call.requests):
+        """Absent where nothing was drafted: speculation off, no drafter, or a single token."""
+        if not self._stats.num_drafted:
             return {}
         return {"metrics": {"speculative_decoding": speculation_metrics(self._stats)}}
 
 
-def speculation_metrics(stats: Sequence[SpecStats]) -> Json:
-    """The choices' statistics as one: `acceptance_histogram[j]` steps accepted exactly j draft tokens."""
-    num_steps = sum(one.num_steps for one in stats)
-    depth = max(len(one.accepted_by_depth) for one in stats)
-    reached = [sum(one.accepted_by_depth[k] for one in stats if k < len(one.accepted_by_depth)) for k in range(depth)]
-    survivors = [num_steps, *reached, 0]  # how many steps accepted at least j
+def speculation_metrics(stats: SpecStats) -> Json:
+    """`acceptance_histogram[j]` steps accepted exactly j draft tokens; lengths count the bonus token, rates don't.
+
+    In a tree most drafted tokens are alternatives of each other, so that draft_acceptance_rate is low by design.
+    """
+    survivors = [stats.num_steps, *stats.reached, 0]  # steps that accepted at least j
     return {
-        "mean_acceptance_length": sum(one.num_tokens for one in stats) / num_steps if num_steps else 0.0,
-        "acceptance_histogram": [survivors[j] - survivors[j + 1] for j in range(depth + 1)],
-        "num_spec_steps": num_steps,
-        "num_accepted_draft_tokens": sum(reached),
-        "num_spec_tokens": depth,
+        "mean_acceptance_length": stats.tokens_per_step,
+        "draft_acceptance_rate": sum(stats.reached) / stats.num_drafted if stats.num_drafted else 0.0,
+        "acceptance_histogram": [more - fewer for more, fewer in pairwise(survivors)],
+        "num_spec_steps": stats.num_steps,
+        "num_accepted_draft_tokens": sum(stats.reached),
+        "num_draft_tokens": stats.num_drafted,
+        "num_spec_tokens": len(stats.reached),
     }
 
 
@@ -430,8 +435,8 @@ def _check_length(num_prompt: int, max_tokens: int, max_context_tokens: int, par
         raise RequestError(f"{param} is empty; send at least one token of text", param=param)
     if num_prompt + max_tokens > max_context_tokens:
         raise RequestError(
-            f"{num_prompt} prompt tokens and max_tokens={max_tokens} exceed the context of {max_context_tokens} tokens; "
-            "shorten the prompt or lower max_tokens",
+            f"{num_prompt} prompt tokens and max_tokens={max_tokens} exceed the context of {max_context_tokens} "
+            "tokens; shorten the prompt or lower max_tokens",
             param=param,
             code="context_length_exceeded",
         )

@@ -16,10 +16,13 @@ if not __package__:
 import argparse  # noqa: E402
 import logging  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 from minieagle import server  # noqa: E402
 from minieagle.dist import group  # noqa: E402
 from minieagle.llm import load_engine  # noqa: E402
+
+EMBEDDED_NAME = "minieagle-demo"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:  # the user's to mend, whichever folder named it
         print(f"minieagle serve: {error}", file=sys.stderr)
         return 2
-    return server.run(engine, sock=sock, served_model_names=arguments.served_model_name)
+    names = arguments.served_model_name or [Path(arguments.model).resolve().name if arguments.model else EMBEDDED_NAME]
+    return server.run(engine, sock=sock, served_model_names=names)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=(),
         metavar="NAME",
-        help="names that requests may give; answers carry the first (default: the model's own)",
+        help="names that requests may give; answers carry the first (default: its folder's)",
     )
     return parser
 

@@ -11,6 +11,7 @@ own. Sources: OpenAI's API description; the server-sent events standard; uvicorn
 
 import asyncio
 import contextlib
+import ipaddress
 import signal
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -42,15 +43,17 @@ class Aborted(RuntimeError):
     """The engine gave one request up: it failed, or somebody else aborted it. HTTP 500."""
 
 
-def create_app(front: AsyncFront, *, served_model_names: Sequence[str], max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
-    """The application over a running `front`; requests may name any of `served_model_names`, answers carry the first."""
+def create_app(
+    front: AsyncFront, *, served_model_names: Sequence[str], max_body_bytes: int = MAX_BODY_BYTES
+) -> FastAPI:
+    """The application over a running `front`, which answers to any of `served_model_names`."""
     app = FastAPI(title="minieagle", docs_url=None, redoc_url=None, openapi_url=None)
     models = [_model(front.engine, name) for name in served_model_names]
 
     async def answer(http: Request, parse: _Parser) -> Response:
         raw = await _read_body(http, max_body_bytes)
         engine = front.engine
-        call = await asyncio.to_thread(parse, raw, engine.tokenizer, engine.config.max_context_tokens)
+        call = await asyncio.to_thread(parse, raw, engine.tokenizer, engine.max_context_tokens)
         _check_model(call.model, served_model_names)
         reply = Answer(call, call.model or served_model_names[0], engine.tokenizer)
         if not call.stream:
@@ -114,10 +117,10 @@ def run(
 ) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status, 0 if every open request could finish.
 
-    `sock` from `bind` takes the place of host and port. Without `served_model_names` the engine's own name is served.
-    A second signal cuts open requests off.
+    `sock` from `bind` takes the place of host and port. Without `served_model_names` the model is called as its folder.
+    A second signal cuts open requests off, each with an error of its own.
     """
-    names = tuple(served_model_names) or (engine.config.model_name,)
+    names = tuple(served_model_names) or (engine.tokenizer.directory.name,)
     return asyncio.run(_serve(engine, sock or bind(host, port), names, drain_s))
 
 
@@ -144,31 +147,35 @@ class DrainingServer(uvicorn.Server):
         self._front = front
         self._sock = sock
         self._drain_s = drain_s
-        self._asked_to_drain = False
-        self._draining: asyncio.Task[bool] | None = None
+        self._num_signals = 0
+        self._drains: list[asyncio.Task[bool]] = []
 
     def drain(self) -> None:
-        """Asks for the end, as a first signal does. Safe to call from a signal handler or another thread."""
-        self._asked_to_drain = True
+        """Asks for the end, as a signal does. Safe to call from a signal handler or another thread."""
+        self._num_signals += 1
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Overrides uvicorn's handler, which would refuse connections at once and re-raise the signal at the end."""
-        if self._asked_to_drain:
-            self.should_exit = self.force_exit = True
-        print(f"{signal.Signals(sig).name}: finishing open requests; a second signal cuts them off", flush=True)
         self.drain()
+        told = (
+            "finishing open requests; a second signal cuts them off" if self._num_signals == 1 else "cutting them off"
+        )
+        print(f"{signal.Signals(sig).name}: {told}", flush=True)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         host, port = self._sock.getsockname()[:2]
+        if not ipaddress.ip_address(host).is_loopback:
+            print(f"warning: whoever reaches {host} can use this server, it asks for no key", flush=True)
         print(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn asks ten times a second whether to stop."""
-        if self._asked_to_drain and self._draining is None:
-            self._draining = asyncio.create_task(self._front.drain(self._drain_s))
-        if self._draining is not None and self._draining.done():
-            self.drained = self._draining.result()
+        if self._num_signals > len(self._drains):
+            time_left_s = 0.0 if self._drains else self._drain_s
+            self._drains.append(asyncio.create_task(self._front.drain(time_left_s)))
+        if self._drains and all(drain.done() for drain in self._drains):
+            self.drained = all(drain.result() for drain in self._drains)
             return True
         return await super().on_tick(counter)
 
@@ -289,7 +296,7 @@ async def _read_body(http: Request, max_bytes: int) -> bytes:
 
 
 def _model(engine: Engine, name: str) -> Json:
-    limit = engine.config.max_context_tokens
+    limit = engine.max_context_tokens
     return {"id": name, "object": "model", "created": 0, "owned_by": "minieagle", "root": name, "max_model_len": limit}
 
 

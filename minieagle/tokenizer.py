@@ -88,7 +88,7 @@ class Tokenizer:
         return b"" if token_id in self.special_ids else self._bytes.get(token_id, b"")
 
     def token_name(self, token_id: int) -> str:
-        """One token shown by itself, as in logprobs: its text, a special token by its name, cut characters as U+FFFD."""
+        """One token by itself, as logprobs show it: its text, special tokens by name, cut characters as U+FFFD."""
         return self._bytes.get(token_id, b"").decode("utf-8", errors="replace")
 
     def _pieces(self, turns: list[tuple[str, str]], add_generation_prompt: bool) -> Iterator[int | str]:
@@ -100,7 +100,9 @@ class Tokenizer:
             )
         mark = secrets.token_hex(16)
         names = [f"{mark}-{index}-" for index in range(len(turns))]
-        shown = [{"role": role, "content": _stand_in(text, name)} for (role, text), name in zip(turns, names)]
+        shown = [
+            {"role": role, "content": _stand_in(text, name)} for (role, text), name in zip(turns, names, strict=True)
+        ]
         rendered = self._render(shown, add_generation_prompt)
         for index, piece in enumerate(re.split(f"{mark}-([0-9]+)-", rendered)):
             if index % 2:
@@ -266,7 +268,7 @@ def _stand_in(text: str, name: str) -> str:
 
 def _check_all_shown(turns: list[tuple[str, str]], names: list[str], rendered: str) -> None:
     """A template that leaves a message out would drop what the user said without a word."""
-    for index, ((role, text), name) in enumerate(zip(turns, names)):
+    for index, ((role, text), name) in enumerate(zip(turns, names, strict=True)):
         if text.strip() and name not in rendered:
             where = f"messages[{index}]"
             raise RequestError(f"{where}: the chat template leaves this {role} message out; remove it", param=where)

@@ -9,12 +9,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import minieagle
 from minieagle import server
-from minieagle.engine import Output, Request, SpecStats, TokenLogprob
+from minieagle.engine import Output, Request, TokenLogprob
 from minieagle.errors import RequestError
+from minieagle.sequence import SpecStats
 from minieagle.tokenizer import Detokenizer, Tokenizer
 
 TARGET = Path(minieagle.__file__).parent / "assets" / "target"
@@ -24,15 +24,15 @@ MAX_CONTEXT_TOKENS = 2048
 class FakeEngine:
     """Implements the seam of minieagle.engine.Engine. `ignore_eos` repeats the prompt until max_tokens.
 
-    Notes the threads that touch it and the requests that were aborted; `fault` is raised by the next step; a prompt that
-    holds FAILING fails alone.
+    Notes the threads that touch it and the requests that were aborted; `fault` is raised by the next step; a prompt
+    that holds FAILING fails alone.
     """
 
     FAILING = 4087
 
     def __init__(self, tokenizer: Tokenizer, *, step_s: float = 0.0) -> None:
         self.tokenizer = tokenizer
-        self.config = SimpleNamespace(max_context_tokens=MAX_CONTEXT_TOKENS, model_name="fake")
+        self.max_context_tokens = MAX_CONTEXT_TOKENS
         self.fault: Exception | None = None
         self.threads: set[int] = set()
         self.added: list[Request] = []
@@ -81,7 +81,7 @@ class FakeEngine:
             piece, stopped = _cut(pushed, piece, request.params.stop)
             pushed += piece
             reason = "stop" if stopped else finish_reason if is_last else None
-            stats = SpecStats(start // 2 + 1, start + len(new), (start // 2 + 1,)) if reason else None
+            stats = _stats(request, num_steps=start // 2 + 1, num_tokens=start + len(new)) if reason else None
             yield Output(request_id, tuple(new), piece, self._logprobs(request, new), reason, None, stats)
 
     def _script(self, request: Request) -> tuple[list[int], str]:
@@ -95,6 +95,11 @@ class FakeEngine:
         if num is None:
             return None
         return tuple(TokenLogprob(i, -0.5, tuple((k, -1.0 - k) for k in range(num - 1)) + ((9, -1e30),)) for i in ids)
+
+
+def _stats(request: Request, *, num_steps: int, num_tokens: int) -> SpecStats:
+    """As if a chain of two drafted tokens had its first accepted in every full step."""
+    return SpecStats(num_steps, num_tokens, 2 * num_steps * request.spec, [num_tokens - num_steps, 0])
 
 
 def _cut(pushed: str, piece: str, stops: tuple[str, ...]) -> tuple[str, bool]:

@@ -6,12 +6,12 @@ from collections.abc import Awaitable, Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from minieagle.engine import Request
 from minieagle.errors import RequestError
 from minieagle.front import AsyncFront, Stream, Unavailable
 from minieagle.sampling import SamplingParams
 from minieagle.tokenizer import Tokenizer
-
 from tests.fake_engine import TARGET, FakeEngine
 
 TOKENIZER = Tokenizer(TARGET)

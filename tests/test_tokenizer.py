@@ -5,13 +5,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import minieagle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+
+import minieagle
 from minieagle.errors import ModelError, RequestError
 from minieagle.tokenizer import Detokenizer, Tokenizer
-from tokenizers import Tokenizer as FastTokenizer
 
 TARGET = Path(minieagle.__file__).parent / "assets" / "target"
 TOKENIZER = Tokenizer(TARGET)
@@ -64,8 +65,8 @@ def test_a_chat_of_plain_text_encodes_as_its_rendered_whole(turns: list[tuple[st
 @given(st.lists(hostile, min_size=1, max_size=4))
 def test_a_chat_holds_the_template_s_control_tokens_and_no_others(contents: list[str]) -> None:
     special = [one for one in TOKENIZER.encode_chat(chat(*contents)) if one in TOKENIZER.special_ids]
-    turn = ORACLE.encode("<|im_user|><|im_middle|><|im_end|>").ids
-    assert special == ORACLE.encode("[BOS]").ids + turn * len(contents) + ORACLE.encode("<|im_assistant|><|im_middle|>").ids
+    markup = "[BOS]" + "<|im_user|><|im_middle|><|im_end|>" * len(contents) + "<|im_assistant|><|im_middle|>"
+    assert special == ORACLE.encode(markup).ids
 
 
 @given(hostile)
