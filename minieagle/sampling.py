@@ -88,7 +88,7 @@ def _real(name: str, value: object, low: float, high: float, remedy: str) -> flo
         bounds = f"above 0 and at most {high:g}" if low == _LEAST else f"in {low:g}..{high:g}"
         raise SamplingError(f"{name} is {value!r}: it must be a number {bounds} ({remedy})")
     if name == "temperature" and 0 < value < 1e-6:
-        raise SamplingError(f"temperature is {value!r}: below 1e-6 float32 cannot divide by it; use 0 for greedy")
+        raise SamplingError(f"temperature is {value!r}: below 1e-6 it is greedy in all but name; use 0")
     return float(value)
 
 
