@@ -1,8 +1,27 @@
-"""minieagle: a compact inference engine for DeepSeek-V3-architecture models with EAGLE-3 tree speculation.
+"""minieagle: DeepSeek-V3-architecture inference with an EAGLE-3 drafter, where speculation never changes the output.
 
-This folder holds the engine and what a user touches: the Python API, scheduler, sampling, tokenizer, command line and
-server. Tensor code lives in `models/`, speculation in `spec/`, process groups in `dist/`; they stand at the top level
-of the repository and are imported as `minieagle.models`, `minieagle.spec` and `minieagle.dist`.
+    from minieagle import LLM, generate
+    generate("I would like to book a table", spec=True)     # the embedded model
+    LLM("path/to/model", drafter="path/to/drafter").chat([{"role": "user", "content": "Hello"}])
 """
 
+from minieagle.engine import EngineConfig
+from minieagle.errors import MinieagleError, ModelError, RequestError
+from minieagle.llm import LLM, Result, generate
+from minieagle.sampling import SamplingParams
+from minieagle.spec.tree import StaticTree, TreeShape
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "EngineConfig",
+    "MinieagleError",
+    "ModelError",
+    "RequestError",
+    "Result",
+    "SamplingParams",
+    "StaticTree",
+    "TreeShape",
+    "generate",
+]

@@ -48,6 +48,10 @@ class Linear(nn.Module):
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
             self.weight = nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
 
+    def dense_weight(self) -> Tensor:
+        """[out, in], also after packing."""
+        return self.weight if self.packed is None else self.packed.to_dense()
+
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")

@@ -1,0 +1,220 @@
+"""The Python API: load a model (and a drafter), then generate, chat or stream.
+
+A prompt is a string (continued as it is), a list of token ids, or a list of chat messages (rendered by the model's chat
+template). Lists of prompts run in one continuous batch. `spec=False` turns speculation off, which changes nothing but
+the speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minieagle.engine import Engine, EngineConfig, Output, Request, TokenLogprob
+from minieagle.errors import ModelError, RequestError
+from minieagle.models.weights import Progress, load_drafter, load_target
+from minieagle.sampling import SamplingParams
+from minieagle.sequence import SpecStats
+from minieagle.spec.draft import draft_rows
+from minieagle.spec.tree import Shape, parse_shape
+from minieagle.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished request. finish_reason: "stop", "length" or "error" (then `error` says why and the text is what came
+    before). stats: the request's speculation statistics."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
+    finish_reason: str
+    stats: SpecStats
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    error: str | None = None
+
+
+def embedded(name: str) -> Path:
+    """The directory of a model that ships with the package: "target" or "drafter"."""
+    return Path(str(files("minieagle") / "assets" / name))
+
+
+def load_engine(
+    model: str | Path | None = None,
+    *,
+    drafter: str | Path | None = None,
+    spec: bool = True,
+    tree: str | Shape | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    progress: Progress | None = None,
+    **options: int | None,
+) -> Engine:
+    """An engine over a model directory (None: the embedded model with its drafter).
+
+    drafter: a drafter directory; spec=False loads none. tree: what to draft, as "chain:5", "dynamic:4,4,16" (num_steps,
+    topk, num_draft_tokens), "static:0,1,0.0" or a Shape. options: the other fields of EngineConfig. Raises ModelError,
+    ConfigError or CheckpointError for directories that can't be used, ShapeError for trees.
+    """
+    directory = embedded("target") if model is None else Path(model)
+    if drafter is None and model is None and spec:
+        drafter = embedded("drafter")
+    if drafter is not None and not spec:
+        raise ModelError(f"drafter={str(drafter)!r} with spec=False: pass one or the other")
+    if tree is not None and drafter is None:
+        raise ModelError(f"tree={str(tree)!r} needs a drafter: pass drafter=DIRECTORY")
+    if tree is not None:
+        config = EngineConfig(shape=parse_shape(tree) if isinstance(tree, str) else tree, **options)  # type: ignore[arg-type]
+    else:
+        config = EngineConfig(**options)  # type: ignore[arg-type]
+    place = torch.device(device) if device is not None else None
+    tokenizer = Tokenizer(directory)
+    target = load_target(directory, dtype=dtype, device=place, progress=progress)
+    loaded = None
+    if drafter is not None:
+        positions = target.config.max_position_embeddings + draft_rows(config.shape)
+        loaded = load_drafter(Path(drafter), target, dtype=dtype, max_positions=positions)
+    return Engine(target, tokenizer, drafter=loaded, config=config)
+
+
+class LLM:
+    """A loaded model. `LLM()` is the embedded one; `LLM(directory, drafter=directory)` any other.
+
+    Options are those of `load_engine`. Not for several threads at once: one engine has one owner.
+    """
+
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        self.engine = load_engine(model, **options)
+        self.tokenizer = self.engine.tokenizer
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, *, spec: bool | None = None, **sampling: Any
+    ) -> Any:
+        """Complete one prompt (returns a Result) or a list of prompts (a list of Results, in order).
+
+        params, or its fields as keywords: temperature, max_tokens, seed, .... spec: None speculates when there is a
+        drafter. A prompt that can't run raises RequestError when it is alone; in a list it yields a Result with
+        finish_reason "error", and costs the others nothing.
+        """
+        single = _is_single(prompts)
+        items: Sequence[Any] = [prompts] if single else prompts
+        results = self._run(items, self._params(params, sampling), self._spec(spec), alone=single)
+        return results[0] if single else results
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, *, spec: bool | None = None, **sampling: Any) -> Result:
+        """Answer a conversation: messages are {"role": ..., "content": ...}, rendered by the model's chat template."""
+        result: Result = self.generate(messages, params, spec=spec, **sampling)
+        return result
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, spec: bool | None = None, **sampling: Any
+    ) -> Iterator[Output]:
+        """Outputs of one prompt as they come: text pieces, the last one with finish_reason and stats. Closing the
+        iterator aborts the request."""
+        request = Request(self.encode(prompt), self._params(params, sampling), self._spec(spec))
+        request_id = self.engine.add(request)
+        try:
+            while self.engine.has_work:
+                yield from (output for output in self.engine.step() if output.request_id == request_id)
+        finally:
+            self.engine.abort(request_id)
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt in any of its three forms."""
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer.encode(prompt))
+        if all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
+            return tuple(prompt)  # type: ignore[arg-type]
+        return tuple(self.tokenizer.encode_chat(prompt))  # type: ignore[arg-type]
+
+    def _params(self, params: SamplingParams | None, sampling: dict[str, Any]) -> SamplingParams:
+        if params is not None and sampling:
+            raise RequestError(f"pass params or its fields, not both: got params and {sorted(sampling)}")
+        unknown = sorted(set(sampling) - set(SamplingParams.__dataclass_fields__))
+        if unknown:
+            raise RequestError(f"unknown option {unknown[0]!r}: known are {sorted(SamplingParams.__dataclass_fields__)}")
+        return params if params is not None else SamplingParams(**sampling)
+
+    def _spec(self, spec: bool | None) -> bool:
+        if spec and self.engine.drafter is None:
+            raise RequestError("spec=True needs a drafter: load the model with drafter=DIRECTORY, or pass spec=False")
+        return self.engine.drafter is not None if spec is None else spec
+
+    def _run(self, items: Sequence[Prompt], params: SamplingParams, spec: bool, *, alone: bool) -> list[Result]:
+        collected: dict[int, _Collected] = {}
+        results: list[Result | int] = []
+        for item in items:
+            try:
+                ids = self.encode(item)
+                request_id = self.engine.add(Request(ids, params, spec))
+            except RequestError as error:
+                if alone:
+                    raise
+                results.append(Result("", (), (), "error", SpecStats(), error=str(error)))
+                continue
+            collected[request_id] = _Collected(ids)
+            results.append(request_id)
+        try:
+            while any(not item.done for item in collected.values()):
+                for output in self.engine.step():
+                    collected[output.request_id].add(output)
+        finally:
+            for request_id in collected:
+                self.engine.abort(request_id)
+        return [collected[item].result() if isinstance(item, int) else item for item in results]
+
+
+class _Collected:
+    """Mutable: the outputs of one request, gathered into a Result."""
+
+    def __init__(self, prompt_ids: tuple[int, ...]) -> None:
+        self.prompt_ids, self.outputs = prompt_ids, list[Output]()
+
+    def add(self, output: Output) -> None:
+        self.outputs.append(output)
+
+    @property
+    def done(self) -> bool:
+        return bool(self.outputs) and self.outputs[-1].finish_reason is not None
+
+    def result(self) -> Result:
+        last = self.outputs[-1]
+        assert last.finish_reason is not None and last.stats is not None, "a result is asked for before its end"
+        found = [entry for output in self.outputs for entry in output.logprobs or ()]
+        return Result(
+            text="".join(output.text for output in self.outputs),
+            token_ids=tuple(token for output in self.outputs for token in output.token_ids),
+            prompt_token_ids=self.prompt_ids,
+            finish_reason=last.finish_reason,
+            stats=last.stats,
+            logprobs=tuple(found) if any(output.logprobs is not None for output in self.outputs) else None,
+            error=last.error,
+        )
+
+
+def _is_single(prompts: Any) -> bool:
+    """Whether this is one prompt rather than a list of them: a string, token ids, or chat messages."""
+    if isinstance(prompts, str):
+        return True
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"a prompt is a string, token ids or chat messages, got {type(prompts).__name__}", param="prompt")
+    return not prompts or isinstance(prompts[0], int | Mapping)
+
+
+@cache
+def _embedded_llm() -> LLM:
+    return LLM()
+
+
+def generate(prompts: Prompt | Sequence[Prompt], *, spec: bool = True, **sampling: Any) -> Any:
+    """Complete with the embedded model, loaded on first use: see LLM.generate."""
+    return _embedded_llm().generate(prompts, spec=spec, **sampling)

@@ -1,0 +1,372 @@
+"""Training a drafter with training-time test (EAGLE-3, arXiv 2503.01840, section 3): it learns on its own outputs.
+
+States come from the target's own forward, the function that serves, one batch at a time; nothing is stored. Slot t of a
+text holds the captured states at position t and the token at t + 1. Step k = 0 .. K-1 feeds the token at t + 1 + k and
+the slot's own previous output, and is scored against the target's distribution at position t + 1 + k. A slot attends to
+the step-0 keys of slots <= t and to its own keys of later steps: exactly what a chain drafted from a committed cache
+sees, so acceptance measured here is acceptance in use.
+
+B texts, S slots, K draft steps, W draft vocabulary, H heads, P head width.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from minieagle.models.config import DrafterConfig
+from minieagle.models.deepseek import Target
+from minieagle.models.eagle3 import Drafter
+from minieagle.models.layers import Linear, RMSNorm
+from minieagle.models.rope import RotaryTable, rotate_half
+from minieagle.models.rows import Rows, Span
+
+TokenText = tuple[int, ...]
+
+
+class TrainingError(ValueError):
+    """Training data or settings that can't be used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """num_steps: draft steps unrolled (K); step_decay: weight of step k is step_decay^k; batch_tokens: slots an update;
+    num_updates: updates in all; learning_rate: AdamW's peak, after warmup_updates, with cosine decay to a tenth."""
+
+    num_steps: int = 6
+    step_decay: float = 0.9
+    batch_tokens: int = 2048
+    num_updates: int = 1000
+    learning_rate: float = 1e-3
+    warmup_updates: int = 50
+    grad_clip: float = 1.0
+    seed: int = 0
+    checkpoint_every: int = 100
+    heldout: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "batch_tokens", "num_updates", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise TrainingError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0 < self.heldout < 1:
+            raise TrainingError(f"heldout={self.heldout} must be between 0 and 1: the share of texts kept for scoring")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the target says of B padded texts. tokens [B, S] int64; captured [B, S, taps, hidden]; targets [B, S, W]
+    float32, its distribution over the draft vocabulary at each position; best [B, S], the draft id of its argmax, -1
+    when that is outside; lengths [B]."""
+
+    tokens: Tensor
+    captured: Tensor
+    targets: Tensor
+    best: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True)
+class Score:
+    """Top-1 agreement with the target by draft step: hits / counts, each [K]. A target token outside the draft
+    vocabulary counts as a miss."""
+
+    hits: Tensor
+    counts: Tensor
+
+    @property
+    def rates(self) -> list[float]:
+        return (self.hits / self.counts.clamp(min=1)).tolist()
+
+    @property
+    def tokens_per_step(self) -> float:
+        """1 + sum of products of the rates: a quick look that ignores correlation between steps (walk.py is exact)."""
+        product, total = 1.0, 1.0
+        for rate in self.rates:
+            product *= rate
+            total += product
+        return total
+
+
+def draft_vocabulary(texts: Sequence[TokenText], size: int, vocab_size: int) -> Tensor:
+    """[size] int64 ascending: the most frequent tokens of the texts, equals by lower id."""
+    if not 1 <= size <= vocab_size:
+        raise TrainingError(f"draft_vocab_size={size} must be in 1..{vocab_size}, the target's vocabulary")
+    counts = torch.bincount(torch.tensor([t for text in texts for t in text]), minlength=vocab_size)
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def new_drafter(config: DrafterConfig, target: Target, target_ids: Tensor, seed: int) -> Drafter:
+    """An untrained float32 drafter on the target's device: norms at 1, products at random, the head from the target's
+    rows and the final norm from the target's."""
+    torch.manual_seed(seed)
+    with torch.device(target.device):
+        drafter = Drafter(config)
+        for module in drafter.modules():
+            if isinstance(module, Linear):
+                nn.init.normal_(module.weight, std=module.weight.shape[1] ** -0.5)
+            if isinstance(module, RMSNorm):
+                nn.init.ones_(module.weight)
+        drafter.rotary = RotaryTable(config.head_dim, config.rope_theta, config.max_position_embeddings)
+    if config.hidden_size == target.config.hidden_size:
+        with torch.no_grad():
+            drafter.lm_head.weight.copy_(target.lm_head.dense_weight()[target_ids])
+            drafter.norm.weight.copy_(target.norm.weight)
+    drafter.embed_tokens = target.embed_tokens
+    drafter.target_ids = target_ids
+    return drafter
+
+
+def observe(target: Target, texts: Sequence[TokenText], boundaries: tuple[int, ...], target_ids: Tensor) -> Batch:
+    """Run the target over the texts, as serving would, and keep what training needs of it."""
+    lengths = [len(text) for text in texts]
+    starts = [1 + sum(lengths[:i]) for i in range(len(texts))]
+    cache = target.new_cache(1 + sum(lengths))
+    spans = [
+        Span(torch.arange(start, start + n, device=target.device), 0, n)
+        for start, n in zip(starts, lengths, strict=True)
+    ]
+    flat = torch.tensor([t for text in texts for t in text], device=target.device)
+    out = target(Rows.of(flat, spans), cache, boundaries=boundaries)
+    draft_id = torch.full((target.config.vocab_size,), -1, device=target.device)
+    draft_id[target_ids] = torch.arange(target_ids.shape[0], device=target.device)
+
+    def padded(rows: Tensor) -> Tensor:
+        return nn.utils.rnn.pad_sequence(list(rows.split(lengths)), batch_first=True)
+
+    probabilities = out.logits.index_select(1, target_ids).softmax(-1)
+    best = draft_id[out.logits.argmax(-1)]
+    return Batch(
+        padded(flat), padded(out.captured).float(), padded(probabilities), padded(best), torch.tensor(lengths)
+    )
+
+
+class _UnrolledAttention:
+    """Attention of step k: step-0 keys of slots <= t, then the slot's own keys of steps 1 .. k."""
+
+    def __init__(self, drafter: Drafter, batch: int, num_slots: int) -> None:
+        self.drafter, self.batch, self.num_slots = drafter, batch, num_slots
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        future = torch.ones(num_slots, num_slots, dtype=torch.bool, device=drafter.target_ids.device).triu(1)
+        self.mask = torch.zeros(future.shape, device=future.device).masked_fill_(future, -math.inf)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        step = len(self.keys)
+        positions = torch.arange(step, step + self.num_slots, device=q.device).repeat(self.batch)
+        cos, sin = self.drafter.rotary.at(positions)
+        group = q.shape[1] // k.shape[1]
+        q = self._by_head(rotate_half(q, cos, sin), 1) * q.shape[-1] ** -0.5
+        self.keys.append(self._by_head(rotate_half(k, cos, sin), group))
+        self.values.append(self._by_head(v, group))
+        scores = q @ self.keys[0].transpose(-1, -2) + self.mask
+        own = [(q * keys).sum(-1, keepdim=True) for keys in self.keys[1:]]
+        weights = torch.cat([scores, *own], dim=-1).softmax(-1)
+        out = weights[..., : self.num_slots] @ self.values[0]
+        for index, values in enumerate(self.values[1:]):
+            out = out + weights[..., self.num_slots + index, None] * values
+        return out.transpose(1, 2).reshape(self.batch * self.num_slots, -1)
+
+    def _by_head(self, x: Tensor, repeats: int) -> Tensor:
+        """[B * S, heads, P] -> [B, heads * repeats, S, P]."""
+        return x.unflatten(0, (self.batch, self.num_slots)).transpose(1, 2).repeat_interleave(repeats, dim=1)
+
+
+def unroll(drafter: Drafter, batch: Batch, num_steps: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Per draft step: logits [B, n, W] of the slots that have a target, its distribution [B, n, W] and best id [B, n].
+
+    Slot t of step k predicts position t + 1 + k, so S - 1 - k slots have one; padding is told by best's lengths.
+    """
+    size, num_slots = batch.tokens.shape
+    attention = _UnrolledAttention(drafter, size, num_slots)
+    states = drafter.fuse(batch.captured.flatten(0, 1))
+    for step in range(num_steps):
+        tokens = torch.roll(batch.tokens, -1 - step, dims=1)
+        h = drafter.midlayer(drafter.embed(tokens.flatten()), states, attention)
+        out = drafter.finish(h)
+        states = out.states
+        seen = num_slots - 1 - step
+        logits = out.logits.unflatten(0, (size, num_slots))[:, :seen]
+        yield logits, batch.targets[:, step + 1 :], batch.best[:, step + 1 :]
+
+
+def losses(drafter: Drafter, batch: Batch, config: TrainConfig) -> tuple[Tensor, Score]:
+    """The weighted soft cross-entropy over all steps, and the agreement by step."""
+    total = torch.zeros((), device=batch.captured.device)
+    hits, counts = [], []
+    for step, (logits, targets, best) in enumerate(unroll(drafter, batch, config.num_steps)):
+        there = torch.arange(logits.shape[1])[None] + step + 1 < batch.lengths[:, None]
+        there = there.to(logits.device)
+        in_vocabulary = there & (best >= 0)
+        cross_entropy = -(targets * logits.log_softmax(-1)).sum(-1)
+        mean = (cross_entropy * in_vocabulary).sum() / in_vocabulary.sum().clamp(min=1)
+        total = total + config.step_decay**step * mean
+        hits.append(((logits.argmax(-1) == best) & there).sum())
+        counts.append(there.sum())
+    return total, Score(torch.stack(hits).float(), torch.stack(counts).float())
+
+
+def batches(texts: Sequence[TokenText], batch_tokens: int, rng: random.Random) -> Iterator[list[TokenText]]:
+    """One pass over the texts in random batches of texts of similar length, at most batch_tokens slots with padding."""
+    order = sorted(texts, key=lambda text: len(text) + rng.random() * 32)
+    groups: list[list[TokenText]] = [[]]
+    for text in order:
+        if groups[-1] and (len(groups[-1]) + 1) * max(len(text), len(groups[-1][-1])) > batch_tokens:
+            groups.append([])
+        groups[-1].append(text)
+    rng.shuffle(groups)
+    yield from groups
+
+
+def _schedule(update: int, config: TrainConfig) -> float:
+    """Learning rate factor: linear warm-up, then cosine to a tenth."""
+    if update < config.warmup_updates:
+        return (update + 1) / config.warmup_updates
+    done = (update - config.warmup_updates) / max(1, config.num_updates - config.warmup_updates)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+@dataclass
+class Report:
+    """What training tells its caller after an update; `score` is the held-out one when it was just measured."""
+
+    update: int
+    loss: float
+    agreement: list[float]
+    score: Score | None = None
+
+
+class Trainer:
+    """Mutable: a drafter, its optimiser and how far it has come. `run` trains; a checkpoint in `directory` resumes."""
+
+    def __init__(
+        self, target: Target, texts: Sequence[TokenText], drafter: DrafterConfig, config: TrainConfig, directory: Path
+    ) -> None:
+        long_enough = [text for text in texts if len(text) > config.num_steps + 1]
+        num_heldout = max(1, round(len(long_enough) * config.heldout))
+        if len(long_enough) <= num_heldout:
+            raise TrainingError(f"{len(long_enough)} texts longer than {config.num_steps + 1} tokens are too few to train on")
+        self.target, self.config, self.directory = target, config, directory
+        self.heldout, self.texts = long_enough[:num_heldout], long_enough[num_heldout:]
+        ids = draft_vocabulary(self.texts, drafter.draft_vocab_size, target.config.vocab_size)
+        self.drafter = new_drafter(drafter, target, ids.to(target.device), config.seed)
+        self.parameters = list(self.drafter.parameters())
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+        self.update = 0
+        self._resume()
+
+    def run(self, report: Callable[[Report], None]) -> None:
+        """Train up to num_updates; calls report after every update."""
+        while self.update < self.config.num_updates:
+            for group in self._epoch():
+                loss, score = self._step(group)
+                due = self.update % self.config.checkpoint_every == 0 or self.update == self.config.num_updates
+                if due:
+                    self.save_checkpoint()
+                report(Report(self.update, loss, score.rates, self.evaluate() if due else None))
+                if self.update == self.config.num_updates:
+                    return
+
+    def _epoch(self) -> Iterator[list[TokenText]]:
+        """The rest of the current pass over the texts: passes are seeded by their number, so a resumed run goes on
+        where the killed one stopped."""
+        epoch, skipped = 0, self.update
+        while True:
+            groups = list(batches(self.texts, self.config.batch_tokens, random.Random(f"{self.config.seed}:{epoch}")))
+            if skipped < len(groups):
+                yield from groups[skipped:]
+                return
+            skipped, epoch = skipped - len(groups), epoch + 1
+
+    def _observe(self, texts: Sequence[TokenText]) -> Batch:
+        return observe(self.target, texts, self.drafter.config.boundaries, self.drafter.target_ids)
+
+    def _step(self, texts: Sequence[TokenText]) -> tuple[float, Score]:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.learning_rate * _schedule(self.update, self.config)
+        batch = self._observe(texts)
+        with self._autocast():
+            loss, score = losses(self.drafter, batch, self.config)
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip)
+        self.optimizer.step()
+        self.update += 1
+        return float(loss.detach()), score
+
+    def _autocast(self) -> torch.autocast:
+        """Products in bf16, half the time on a CPU with bf16 units; weights and sums stay float32."""
+        return torch.autocast(self.target.device.type, torch.bfloat16)
+
+    @torch.no_grad()
+    def evaluate(self) -> Score:
+        """Agreement by step on the held-out texts."""
+        hits = counts = torch.zeros(self.config.num_steps)
+        for group in batches(self.heldout, self.config.batch_tokens, random.Random(0)):
+            batch = self._observe(group)
+            with self._autocast():
+                _, score = losses(self.drafter, batch, self.config)
+            hits, counts = hits + score.hits.cpu(), counts + score.counts.cpu()
+        return Score(hits, counts)
+
+    def save_checkpoint(self) -> None:
+        """Weights and optimiser state, replaced atomically: a kill leaves the previous one or this one."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        tensors = {f"weight.{name}": p.detach() for name, p in self.drafter.named_parameters()}
+        for name, parameter in self.drafter.named_parameters():
+            for key, value in self.optimizer.state[parameter].items():
+                tensors[f"{key}.{name}"] = value
+        path = self.directory / "checkpoint.safetensors"
+        metadata = {"update": str(self.update), "config": json.dumps(asdict(self.config))}
+        save_file(tensors, path.with_suffix(".new"), metadata=metadata)
+        os.replace(path.with_suffix(".new"), path)
+        save_drafter(self.drafter, self.directory)
+
+    def _resume(self) -> None:
+        path = self.directory / "checkpoint.safetensors"
+        if not path.exists():
+            return
+        tensors = load_file(path)
+        for name, parameter in self.drafter.named_parameters():
+            with torch.no_grad():
+                parameter.copy_(tensors[f"weight.{name}"])
+            self.optimizer.state[parameter] = {key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+        self.update = int(self.optimizer.state[self.parameters[0]]["step"])
+
+
+def save_drafter(drafter: Drafter, directory: Path) -> None:
+    """Write the drafter in bf16 under the official EAGLE-3 names, with d2t as offsets, and a config that states its
+    boundaries."""
+    layer = drafter.midlayer
+    width = layer.head_dim
+    sizes = [layer.num_heads * width, layer.num_kv_heads * width, layer.num_kv_heads * width]
+    tensors = {"fc.weight": drafter.fc.weight, "norm.weight": drafter.norm.weight, "lm_head.weight": drafter.lm_head.weight}
+    for name, part in zip("qkv", layer.qkv.weight.split(sizes), strict=True):
+        tensors[f"midlayer.self_attn.{name}_proj.weight"] = part
+    tensors["midlayer.self_attn.o_proj.weight"] = layer.o.weight
+    for name, part in zip(("gate", "up"), layer.mlp.gate_up.weight.chunk(2), strict=True):
+        tensors[f"midlayer.mlp.{name}_proj.weight"] = part
+    tensors["midlayer.mlp.down_proj.weight"] = layer.mlp.down.weight
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        tensors[f"midlayer.{name}.weight"] = getattr(layer, name).weight
+    if drafter.config.fc_norm:
+        tensors |= {f"fc_norm.{i}.weight": norm.weight for i, norm in enumerate(drafter.fc_norms)}
+    if drafter.config.norm_before_fc:
+        tensors["input_norm.weight"] = drafter.input_norm.weight
+    stored = {name: tensor.detach().to(torch.bfloat16).contiguous().cpu() for name, tensor in tensors.items()}
+    ids = drafter.target_ids.cpu()
+    stored["d2t"] = ids - torch.arange(ids.shape[0])
+    stored["t2d"] = torch.zeros(drafter.config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(stored, directory / "model.safetensors.new", metadata={"format": "pt"})
+    os.replace(directory / "model.safetensors.new", directory / "model.safetensors")
+    config = replace(drafter.config, dtype="bfloat16").to_json()
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
