@@ -22,7 +22,7 @@ from minieagle.models.weights import Progress, load_drafter, load_target
 from minieagle.sampling import SamplingParams
 from minieagle.sequence import SpecStats
 from minieagle.spec.draft import draft_rows
-from minieagle.spec.tree import Shape, parse_shape
+from minieagle.spec.tree import Shape, ShapeError, TreeShape, parse_shape
 from minieagle.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -54,6 +54,9 @@ def load_engine(
     drafter: str | Path | None = None,
     spec: bool = True,
     tree: str | Shape | None = None,
+    num_steps: int | None = None,
+    topk: int | None = None,
+    num_draft_tokens: int | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     progress: Progress | None = None,
@@ -62,20 +65,20 @@ def load_engine(
     """An engine over a model directory (None: the embedded model with its drafter).
 
     drafter: a drafter directory; spec=False loads none. tree: what to draft, as "chain:5", "dynamic:4,4,16" (num_steps,
-    topk, num_draft_tokens), "static:0,1,0.0" or a Shape. options: the other fields of EngineConfig. Raises ModelError,
-    ConfigError or CheckpointError for directories that can't be used, ShapeError for trees.
+    topk, num_draft_tokens), "static:0,1,0.0" or a Shape; or the three numbers by name, all of them or none. options: the
+    other fields of EngineConfig, None for the default. Raises ModelError, ConfigError or CheckpointError for directories
+    that can't be used, ShapeError for trees.
     """
+    shape = _shape(tree, num_steps, topk, num_draft_tokens)
     directory = embedded("target") if model is None else Path(model)
     if drafter is None and model is None and spec:
         drafter = embedded("drafter")
     if drafter is not None and not spec:
         raise ModelError(f"drafter={str(drafter)!r} with spec=False: pass one or the other")
-    if tree is not None and drafter is None:
-        raise ModelError(f"tree={str(tree)!r} needs a drafter: pass drafter=DIRECTORY")
-    if tree is not None:
-        config = EngineConfig(shape=parse_shape(tree) if isinstance(tree, str) else tree, **options)  # type: ignore[arg-type]
-    else:
-        config = EngineConfig(**options)  # type: ignore[arg-type]
+    if shape is not None and drafter is None:
+        raise ModelError(f"tree {shape} needs a drafter: pass drafter=DIRECTORY")
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    config = EngineConfig(**given) if shape is None else EngineConfig(shape=shape, **given)
     place = torch.device(device) if device is not None else None
     tokenizer = Tokenizer(directory)
     target = load_target(directory, dtype=dtype, device=place, progress=progress)
@@ -84,6 +87,20 @@ def load_engine(
         positions = target.config.max_position_embeddings + draft_rows(config.shape)
         loaded = load_drafter(Path(drafter), target, dtype=dtype, max_positions=positions)
     return Engine(target, tokenizer, drafter=loaded, config=config)
+
+
+def _shape(tree: str | Shape | None, num_steps: int | None, topk: int | None, num_draft_tokens: int | None) -> Shape | None:
+    """The tree that was asked for in one of the two ways; None when neither was used."""
+    trio = {"num_steps": num_steps, "topk": topk, "num_draft_tokens": num_draft_tokens}
+    given = {name: value for name, value in trio.items() if value is not None}
+    if tree is not None and given:
+        raise ShapeError(f"tree={str(tree)!r} and {given}: describe the tree in one way, not two")
+    if given and len(given) < len(trio):
+        missing = sorted(set(trio) - set(given))
+        raise ShapeError(f"{given} leaves {missing} open: give all three, or tree='chain:5'")
+    if given:
+        return TreeShape(**given)
+    return parse_shape(tree) if isinstance(tree, str) else tree
 
 
 class LLM:

@@ -308,7 +308,7 @@ def load_drafter(
     if config.own_embeddings:
         drafter.embed_tokens = fill.take("embed_tokens.weight")
     else:
-        drafter.embed_tokens = target.embed_tokens
+        drafter.embed_tokens = target.embed_tokens.detach()
     drafter.target_ids = _target_ids(checkpoint, config).to(target.device)
     _check_filled(drafter, directory)
     checkpoint.finish()

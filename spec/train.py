@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minieagle.models.config import DrafterConfig
@@ -120,7 +121,7 @@ def new_drafter(config: DrafterConfig, target: Target, target_ids: Tensor, seed:
         with torch.no_grad():
             drafter.lm_head.weight.copy_(target.lm_head.dense_weight()[target_ids])
             drafter.norm.weight.copy_(target.norm.weight)
-    drafter.embed_tokens = target.embed_tokens
+    drafter.embed_tokens = target.embed_tokens.detach()
     drafter.target_ids = target_ids
     return drafter
 
@@ -256,12 +257,16 @@ class Trainer:
             raise TrainingError(f"{len(long_enough)} texts longer than {config.num_steps + 1} tokens are too few to train on")
         self.target, self.config, self.directory = target, config, directory
         self.heldout, self.texts = long_enough[:num_heldout], long_enough[num_heldout:]
-        ids = draft_vocabulary(self.texts, drafter.draft_vocab_size, target.config.vocab_size)
+        saved = self._saved(drafter)
+        ids = saved.get("target_ids")
+        if ids is None:
+            ids = draft_vocabulary(self.texts, drafter.draft_vocab_size, target.config.vocab_size)
         self.drafter = new_drafter(drafter, target, ids.to(target.device), config.seed)
         self.parameters = list(self.drafter.parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
         self.update = 0
-        self._resume()
+        if saved:
+            self._resume(saved)
 
     def run(self, report: Callable[[Report], None]) -> None:
         """Train up to num_updates; calls report after every update."""
@@ -325,21 +330,35 @@ class Trainer:
             for key, value in self.optimizer.state[parameter].items():
                 tensors[f"{key}.{name}"] = value
         path = self.directory / "checkpoint.safetensors"
-        metadata = {"update": str(self.update), "config": json.dumps(asdict(self.config))}
+        tensors["target_ids"] = self.drafter.target_ids
+        metadata = {"drafter": json.dumps(self.drafter.config.to_json()), "training": json.dumps(asdict(self.config))}
         save_file(tensors, path.with_suffix(".new"), metadata=metadata)
         os.replace(path.with_suffix(".new"), path)
         save_drafter(self.drafter, self.directory)
 
-    def _resume(self) -> None:
+    def _saved(self, drafter: DrafterConfig) -> dict[str, Tensor]:
+        """The checkpoint in the directory, {} when there is none. Raises TrainingError when it is another drafter's."""
         path = self.directory / "checkpoint.safetensors"
         if not path.exists():
-            return
-        tensors = load_file(path)
+            return {}
+        with safe_open(path, framework="pt") as file:
+            before = json.loads(file.metadata()["drafter"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        now = json.loads(json.dumps(drafter.to_json()))
+        changed = sorted(name for name in now if before.get(name) != now[name])
+        if changed:
+            raise TrainingError(
+                f"{path} was trained with {changed[0]}={before.get(changed[0])!r}, now {now[changed[0]]!r} is asked for: "
+                "go on with the same options or train into a new directory"
+            )
+        return tensors
+
+    def _resume(self, saved: dict[str, Tensor]) -> None:
         for name, parameter in self.drafter.named_parameters():
             with torch.no_grad():
-                parameter.copy_(tensors[f"weight.{name}"])
-            self.optimizer.state[parameter] = {key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-        self.update = int(self.optimizer.state[self.parameters[0]]["step"])
+                parameter.copy_(saved[f"weight.{name}"])
+            self.optimizer.state[parameter] = {key: saved[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+        self.update = int(saved[f"step.{next(iter(self.drafter.named_parameters()))[0]}"])
 
 
 def save_drafter(drafter: Drafter, directory: Path) -> None:
