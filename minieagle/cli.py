@@ -1,0 +1,354 @@
+"""The command line: `minieagle COMMAND`. Each command is a few lines over the Python API; options have one spelling here
+and the field's usual spellings as aliases."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import TransferSpeedColumn
+
+from minieagle import serve
+from minieagle.compare import Comparison, compare
+from minieagle.llm import LLM
+from minieagle.models.config import DrafterConfig
+from minieagle.quantize import quantize_directory
+from minieagle.sampling import SamplingParams
+from minieagle.spec.train import Report, TrainConfig, Trainer
+from minieagle.texts import read_texts, sample_prompts, write_texts
+
+console = Console(stderr=True)
+
+DEMO_PROMPTS = (
+    "I would like to find a restaurant in San Jose.",
+    "Can you find flights for me? I want to go to Seattle.",
+    "I want to watch a movie tonight. What is playing nearby?",
+    "Natalia has 12 apples and gives 5 to her friend. How many are left?",
+    "How do I use tar?",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0 done, 1 a result that isn't as promised, 2 bad input, 130 interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["serve"]:
+        return serve.main(arguments[1:])
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+        return status
+    except (ValueError, OSError) as error:
+        print(f"minieagle {options.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="minieagle", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        added.set_defaults(run=run)
+        return added
+
+    _demo_options(command("demo", _demo, "the same prompts without and with speculation, on the embedded model"))
+    _generate_options(command("generate", _generate, "answer prompts, streaming the text"))
+    _chat_options(command("chat", _chat, "talk to the model in the terminal"))
+    _bench_options(command("bench", _bench, "compare plain and speculative decoding on prompts of your own"))
+    _quantize_options(command("quantize", _quantize, "quantise a model's routed experts to INT4"))
+    _train_options(command("train", _train, "train a drafter for a target on text that the target writes"))
+    commands.add_parser("serve", help="serve the OpenAI API (see `minieagle serve --help`)", add_help=False)
+    return parser
+
+
+def _model_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("model").add_argument
+    add("--model", "--model-path", metavar="DIR", help="directory of the target (default: the embedded model)")
+    add("--drafter", "--speculative-draft-model-path", metavar="DIR", help="directory of the EAGLE-3 drafter")
+    add("--tree", metavar="SHAPE", help="chain:N, dynamic:STEPS,TOPK,NODES or static:0,1,0.0 (default: chain:5)")
+    add("--num-steps", "--speculative-num-steps", type=int, metavar="N", help="levels of the draft tree")
+    add("--topk", "--eagle-topk", "--speculative-eagle-topk", type=int, metavar="K", help="children kept on each level")
+    add("--num-draft-tokens", "--speculative-num-draft-tokens", type=int, metavar="N", help="nodes, the root included")
+    add("--dtype", choices=("bfloat16", "float32"), help="compute in this type (default: the checkpoint's)")
+    add("--page-size", type=int, metavar="N", help="tokens in a page of the cache")
+    add("--prefill-chunk", type=int, metavar="N", help="prompt tokens a step takes at most")
+    add("--max-seqs", type=int, metavar="N", help="sequences in one batch")
+
+
+def _sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    add = parser.add_argument_group("sampling").add_argument
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    add("--top-k", type=int, default=0, help="keep the k best tokens; 0 keeps all")
+    add("--top-p", type=float, default=1.0, help="keep the fewest best tokens with this mass")
+    add("--min-p", type=float, default=0.0, help="keep tokens with at least this share of the best")
+    add("--seed", type=int, help="the same seed gives the same text, with or without speculation")
+    add("--max-tokens", type=int, default=max_tokens, help="new tokens at most (default: %(default)s)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    add("--ignore-eos", action="store_true", help="go on past the model's end token")
+
+
+def _demo_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-tokens", type=int, default=64, help="new tokens at most (default: %(default)s)")
+
+
+def _generate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="user messages; none: read one from standard input")
+    parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
+    parser.add_argument("--no-spec", action="store_true", help="decode plainly; the text is the same")
+    parser.add_argument("--stats", action="store_true", help="print the speculation statistics of each answer")
+    _sampling_options(parser, max_tokens=256)
+    _model_options(parser)
+
+
+def _chat_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    parser.add_argument("--no-spec", action="store_true", help="decode plainly; the text is the same")
+    _sampling_options(parser, max_tokens=256)
+    _model_options(parser)
+
+
+def _bench_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="user messages (default: those of the demo)")
+    _sampling_options(parser, max_tokens=128)
+    _model_options(parser)
+
+
+def _quantize_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="SRC", help="a bf16 or fp32 model directory")
+    parser.add_argument("target", type=Path, metavar="DST", help="a new directory")
+    parser.add_argument("--group-size", type=int, default=32, help="input columns a scale (default: %(default)s)")
+
+
+def _train_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("output", type=Path, metavar="DIR", help="where the drafter and its checkpoint go; an earlier run there resumes")
+    add("--corpus", type=Path, nargs="+", required=True, metavar="FILE", help="conversations (.txt or .xz) to take prompts from")
+    add("--model", "--model-path", metavar="DIR", help="directory of the target (default: the embedded model)")
+    add("--boundaries", type=int, nargs="+", metavar="B", help="target states to read, 0 .. number of layers (required)")
+    add("--num-prompts", type=int, default=4000, help="texts that the target writes first (default: %(default)s)")
+    add("--new-tokens", type=int, default=256, help="tokens it writes for each (default: %(default)s)")
+    add("--max-seqs", type=int, default=64, help="texts written at once (default: %(default)s)")
+    add("--draft-vocab-size", type=int, default=2048, help="most frequent tokens that may be drafted (default: %(default)s)")
+    add("--intermediate-size", type=int, default=1024, help="width of the drafter's feed-forward (default: %(default)s)")
+    add("--num-heads", type=int, default=8, help="attention heads (default: %(default)s)")
+    add("--num-kv-heads", type=int, default=2, help="key/value heads (default: %(default)s)")
+    add("--num-steps", type=int, default=6, help="draft steps unrolled in training (default: %(default)s)")
+    add("--num-updates", type=int, default=1600, help="updates in all (default: %(default)s)")
+    add("--batch-tokens", type=int, default=2048, help="text positions an update (default: %(default)s)")
+    add("--learning-rate", type=float, default=2e-3, help="peak learning rate (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of prompts, weights and order (default: %(default)s)")
+    add("--norm-output", action="store_true", help="feed the normed state back (EAGLE-3.1)")
+    add("--fc-norm", action="store_true", help="one norm per target state before they are fused (EAGLE-3.1)")
+
+
+def _load(options: argparse.Namespace, *, spec: bool = True) -> LLM:
+    with _loading() as progress:
+        task = progress.add_task("loading", total=None)
+        return LLM(
+            options.model,
+            drafter=options.drafter,
+            spec=spec,
+            tree=options.tree,
+            num_steps=options.num_steps,
+            topk=options.topk,
+            num_draft_tokens=options.num_draft_tokens,
+            dtype=getattr(torch, options.dtype) if options.dtype else None,
+            page_size=options.page_size,
+            prefill_chunk=options.prefill_chunk,
+            max_seqs=options.max_seqs,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+
+
+def _loading() -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    return Progress(*columns, console=console, transient=True)
+
+
+def _counting() -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    return Progress(*columns, console=console)
+
+
+def _params(options: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
+        max_tokens=options.max_tokens,
+        stop=tuple(options.stop),
+        ignore_eos=options.ignore_eos,
+    )
+
+
+def _user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _demo(options: argparse.Namespace) -> int:
+    llm = LLM()
+    params = SamplingParams(max_tokens=options.max_tokens)
+    pairs = []
+    runs = compare(llm, [_user(text) for text in DEMO_PROMPTS], params, show=_show)
+    for text in DEMO_PROMPTS:
+        console.print(f"[bold]> {text}[/bold]")
+        pairs.append(next(runs))
+        _show("\n\n")
+    return _report(Comparison(tuple(pairs)))
+
+
+def _bench(options: argparse.Namespace) -> int:
+    llm = _load(options)
+    prompts = [_user(text) for text in options.prompts or DEMO_PROMPTS]
+    with _counting() as progress:
+        pairs = tuple(progress.track(compare(llm, prompts, _params(options)), total=len(prompts), description="prompts"))
+    return _report(Comparison(pairs))
+
+
+def _report(comparison: Comparison) -> int:
+    Console().print(comparison.table())
+    return 0 if comparison.num_same == len(comparison.pairs) else 1
+
+
+def _generate(options: argparse.Namespace) -> int:
+    llm = _load(options, spec=not options.no_spec)
+    for text in options.prompts or [sys.stdin.read()]:
+        stats = None
+        for output in llm.stream(text if options.raw else _user(text), _params(options)):
+            _show(output.text)
+            stats = output.stats or stats
+            if output.error is not None:
+                raise ValueError(output.error)
+        _show("\n")
+        if options.stats and stats is not None:
+            depths = " ".join(f"{rate:.2f}" for rate in stats.acceptance_by_depth)
+            console.print(f"{stats.tokens_per_step:.2f} tokens per step; acceptance by depth {depths or '-'}")
+    return 0
+
+
+def _chat(options: argparse.Namespace) -> int:
+    llm = _load(options, spec=not options.no_spec)
+    start = [{"role": "system", "content": options.system}] if options.system else []
+    messages = list(start)
+    console.print("/reset begins anew, /exit or Ctrl-D ends", style="dim")
+    while True:
+        try:
+            text = console.input("[bold]> [/bold]")
+        except EOFError:
+            return 0
+        if text.strip() == "/exit":
+            return 0
+        if text.strip() == "/reset":
+            messages = list(start)
+        elif text.strip():
+            _answer(llm, messages, text, _params(options))
+
+
+def _answer(llm: LLM, messages: list[dict[str, str]], text: str, params: SamplingParams) -> None:
+    """Stream one answer and keep both turns; what can't be answered is said and forgotten."""
+    turn = [*messages, *_user(text)]
+    pieces: list[str] = []
+    try:
+        for output in llm.stream(turn, params):
+            pieces.append(output.text)
+            _show(output.text)
+    except ValueError as error:
+        console.print(str(error), style="red")
+        return
+    except KeyboardInterrupt:
+        pass  # Ctrl-C ends the answer, not the conversation
+    _show("\n")
+    messages[:] = [*turn, {"role": "assistant", "content": "".join(pieces)}]
+
+
+def _quantize(options: argparse.Namespace) -> int:
+    with _counting() as progress:
+        task = progress.add_task("files", total=None)
+        quantize_directory(
+            options.source,
+            options.target,
+            group_size=options.group_size,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    return 0
+
+
+def _train(options: argparse.Namespace) -> int:
+    if not options.boundaries:
+        raise ValueError("--boundaries is needed: name the target states the drafter reads, such as --boundaries 2 5 8")
+    llm = LLM(options.model, spec=False, max_seqs=options.max_seqs)
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / "texts.jsonl"
+    prompts = sample_prompts(options.corpus, options.num_prompts, options.seed)
+    with _counting() as progress:
+        task = progress.add_task("texts", total=len(prompts))
+        write_texts(
+            llm.engine,
+            prompts,
+            path,
+            new_tokens=options.new_tokens,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    texts = read_texts(path)
+    target = llm.engine.target
+    trainer = Trainer(
+        target, [text.tokens for text in texts], _drafter_config(options, llm), _train_config(options), options.output
+    )
+    with _counting() as progress:
+        task = progress.add_task("updates", total=options.num_updates, completed=trainer.update)
+        trainer.run(lambda report: _train_report(progress, task, report))
+    console.print(f"drafter written to {options.output}")
+    return 0
+
+
+def _drafter_config(options: argparse.Namespace, llm: LLM) -> DrafterConfig:
+    config = llm.engine.target.config
+    return DrafterConfig(
+        hidden_size=config.hidden_size,
+        target_hidden_size=config.hidden_size,
+        intermediate_size=options.intermediate_size,
+        num_attention_heads=options.num_heads,
+        num_key_value_heads=options.num_kv_heads,
+        head_dim=config.hidden_size // options.num_heads,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=options.draft_vocab_size,
+        boundaries=tuple(options.boundaries),
+        max_position_embeddings=config.max_position_embeddings,
+        norm_output=options.norm_output,
+        fc_norm=options.fc_norm,
+    )
+
+
+def _train_config(options: argparse.Namespace) -> TrainConfig:
+    return TrainConfig(
+        num_steps=options.num_steps,
+        batch_tokens=options.batch_tokens,
+        num_updates=options.num_updates,
+        learning_rate=options.learning_rate,
+        seed=options.seed,
+    )
+
+
+def _train_report(progress: Progress, task: object, report: Report) -> None:
+    progress.update(task, completed=report.update, description=f"loss {report.loss:.3f}")  # type: ignore[arg-type]
+    if report.score is not None:
+        rates = " ".join(f"{rate:.3f}" for rate in report.score.rates)
+        progress.console.print(f"update {report.update}: held-out agreement by step {rates}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
