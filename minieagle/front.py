@@ -39,7 +39,6 @@ class Stream:
         self._front = front
         self._queue: asyncio.Queue[Output | Exception] = asyncio.Queue()
         self._read_to_end = False
-        self._engine_done = False
 
     def __aiter__(self) -> Self:
         return self
@@ -56,7 +55,6 @@ class Stream:
     def deliver(self, item: int | Output | Exception) -> None:
         """Called on the event loop with what the step loop says: the id at admission, outputs, or an end."""
         if isinstance(item, Output):
-            self._engine_done = item.finish_reason is not None
             self._queue.put_nowait(item)
         elif self.admitted.cancelled():
             return  # its reader left before it was admitted; the abort is on its way
@@ -70,7 +68,7 @@ class Stream:
 
     def close(self) -> None:
         """Stops listening, and aborts the request unless it has finished. May be called more than once."""
-        self._front.release(self, abort=not self._engine_done)
+        self._front.release(self)
         self._read_to_end = True
 
 
@@ -137,12 +135,10 @@ class AsyncFront:
         self._end_all(Unavailable("the server shuts down and the time for open requests is over; retry elsewhere"))
         return all_read
 
-    def release(self, stream: Stream, *, abort: bool) -> None:
-        """A stream's reader is gone; `abort` tells that the engine may still be working for it."""
-        if stream not in self._open:
-            return
-        self._open.discard(stream)
-        if abort:
+    def release(self, stream: Stream) -> None:
+        """A stream's reader is gone: what the engine may still be doing for it ends."""
+        if stream in self._open:
+            self._open.discard(stream)
             self._post(self._abort, stream)
         if not self._open:
             self._idle.set()
@@ -190,6 +186,7 @@ class AsyncFront:
         self._call(stream.deliver, request_id)
 
     def _abort(self, stream: Stream) -> None:
+        """Nothing for a stream whose request has finished, was refused or was never admitted."""
         for request_id in [key for key, value in self._admitted.items() if value is stream]:
             del self._admitted[request_id]
             self.engine.abort(request_id)

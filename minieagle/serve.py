@@ -14,52 +14,93 @@ if not __package__:
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse  # noqa: E402
+import contextlib  # noqa: E402
 import logging  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
+from rich.console import Console  # noqa: E402
+from rich.progress import Progress  # noqa: E402
+
 from minieagle import server  # noqa: E402
 from minieagle.dist import group  # noqa: E402
+from minieagle.engine import Engine  # noqa: E402
+from minieagle.errors import MinieagleError  # noqa: E402
 from minieagle.llm import load_engine  # noqa: E402
+from minieagle.spec.tree import TreeShape  # noqa: E402
 
 EMBEDDED_NAME = "minieagle-demo"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves what `argv` asks for until SIGTERM; returns the exit status: 2 when it can't start."""
-    arguments = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    try:
-        ranks = group.from_environment()
-        sock = server.bind(arguments.host, arguments.port)
-        engine = load_engine(
+    arguments = parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    with contextlib.ExitStack() as stack:
+        try:
+            ranks = group.from_environment()
+            sock = stack.enter_context(server.bind(arguments.host, arguments.port))
+            engine = _load(arguments, ranks)
+        except ValueError as error:  # the user's to mend, whichever folder named it
+            print(f"minieagle serve: {error}", file=sys.stderr)
+            return 2
+        print(f"speculation: {_effective_shape(engine)}", flush=True)
+        return server.run(engine, sock=sock, served_model_names=arguments.served_model_name or [_name(arguments.model)])
+
+
+def tree_shape(arguments: argparse.Namespace) -> TreeShape | None:
+    """The tree that the three options name, None where they name none. Raises a ValueError on an incomplete trio.
+
+    A number of steps alone is a chain; a tree needs all three.
+    """
+    num_steps, topk, num_nodes = arguments.num_steps, arguments.eagle_topk, arguments.num_draft_tokens
+    if num_steps is None:
+        if topk is not None or num_nodes is not None:
+            raise MinieagleError("--eagle-topk and --num-draft-tokens need --num-steps; add it or leave all three out")
+        return None
+    if num_nodes is None:
+        if topk not in (None, 1):
+            raise MinieagleError(f"--eagle-topk {topk} needs --num-draft-tokens, the nodes to verify; add it")
+        return TreeShape.chain(num_steps)
+    return TreeShape(num_steps, 1 if topk is None else topk, num_nodes)
+
+
+def _load(arguments: argparse.Namespace, ranks: group.Group) -> Engine:
+    """The engine, with a progress bar where there is somebody to see it."""
+    sizes = {name: getattr(arguments, name) for name in ("max_seqs", "page_size", "prefill_chunk")}
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+        return load_engine(
             arguments.model,
             drafter=arguments.drafter,
             spec=not arguments.no_spec,
-            num_steps=arguments.num_steps,
-            topk=arguments.eagle_topk,
-            num_draft_tokens=arguments.num_draft_tokens,
-            max_seqs=arguments.max_seqs,
-            page_size=arguments.page_size,
-            prefill_chunk=arguments.prefill_chunk,
+            tree=tree_shape(arguments),
             device=ranks.device,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            **{name: size for name, size in sizes.items() if size is not None},
         )
-    except ValueError as error:  # the user's to mend, whichever folder named it
-        print(f"minieagle serve: {error}", file=sys.stderr)
-        return 2
-    names = arguments.served_model_name or [Path(arguments.model).resolve().name if arguments.model else EMBEDDED_NAME]
-    return server.run(engine, sock=sock, served_model_names=names)
 
 
-def _parser() -> argparse.ArgumentParser:
-    """Options; the second name of each is the one that SGLang or vLLM users know. An absent one means the default of
-    `load_engine`."""
-    parser = argparse.ArgumentParser(
+def _effective_shape(engine: Engine) -> str:
+    shape = engine.config.shape
+    if engine.drafter is None:
+        return "off"
+    return f"num_steps {shape.num_steps}, topk {shape.topk}, num_draft_tokens {shape.num_draft_tokens}"
+
+
+def _name(model: str | None) -> str:
+    return EMBEDDED_NAME if model is None else Path(model).resolve().name
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options. Further names of one are those that SGLang or vLLM users know; absent ones mean the engine's
+    default."""
+    options = argparse.ArgumentParser(
         prog="minieagle serve",
         description="Serve a model with the OpenAI API, sped up by an EAGLE-3 drafter and a tree verifier.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    add = options.add_argument
     add("--model", "--model-path", metavar="DIR", help="directory of the target (default: the embedded model)")
     add("--drafter", "--speculative-draft-model-path", metavar="DIR", help="directory of the EAGLE-3 drafter")
     add("--no-spec", action="store_true", help="decode plainly; the text is the same")
@@ -84,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="names that requests may give; answers carry the first (default: its folder's)",
     )
-    return parser
+    return options
 
 
 if __name__ == "__main__":

@@ -21,13 +21,15 @@ Scenario = Callable[[AsyncFront, FakeEngine], Awaitable[None]]
 
 def play(scenario: Scenario, *, step_s: float = 0.0) -> FakeEngine:
     """Runs `scenario` against a front over a new engine and returns the engine."""
-    engine = FakeEngine(TOKENIZER, step_s=step_s)
+    engine, faults = FakeEngine(TOKENIZER, step_s=step_s), list[object]()
 
     async def within() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
         async with AsyncFront(engine) as front:  # type: ignore[arg-type]
             await asyncio.wait_for(scenario(front, engine), timeout=20)
 
     asyncio.run(within())
+    assert not faults, "a callback on the event loop failed"
     return engine
 
 

@@ -20,6 +20,7 @@ from minieagle.errors import MinieagleError
 from minieagle.front import AsyncFront
 from minieagle.protocol import NEUTRAL, speculation_metrics
 from minieagle.sequence import SpecStats
+from minieagle.spec.tree import TreeShape
 from minieagle.tokenizer import Tokenizer
 from tests.fake_engine import MAX_CONTEXT_TOKENS, TARGET, FakeEngine
 
@@ -105,6 +106,7 @@ def test_a_chat_is_answered_whole(client: openai.OpenAI) -> None:
     answer = ask(client)
     assert answer.choices[0].message.content == SAID and answer.choices[0].finish_reason == "stop"
     assert answer.object == "chat.completion" and answer.model == "tiny" and answer.id.startswith("chatcmpl-")
+    assert answer.choices[0].logprobs is None and answer.choices[0].message.refusal is None
 
 
 def test_the_usage_counts_prompt_and_completion(client: openai.OpenAI) -> None:
@@ -489,6 +491,35 @@ def test_a_busy_port_is_named_before_anything_is_loaded(capsys: pytest.CaptureFi
             server.bind("127.0.0.1", port)
         assert serve.main(["--port", str(port), "--model", "nowhere"]) == 2
     assert f"--port {port}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        ("", None),
+        ("--num-steps 3", TreeShape.chain(3)),
+        ("--speculative-num-steps 3 --speculative-eagle-topk 1 --num-draft-tokens 4", TreeShape.chain(3)),
+        ("--num-steps 3 --eagle-topk 2 --num-draft-tokens 8", TreeShape(3, 2, 8)),
+    ],
+)
+def test_tree_options_make_a_shape(options: str, shape: TreeShape | None) -> None:
+    assert serve.tree_shape(serve.parser().parse_args(options.split())) == shape
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ("--eagle-topk 4", "--num-steps"),
+        ("--num-steps 3 --eagle-topk 2", "--num-draft-tokens"),
+        ("--num-steps 3 --num-draft-tokens 8", "num_draft_tokens 4"),
+        ("--no-spec --num-steps 3", "drafter"),
+        ("--model nowhere", "nowhere"),
+        ("--max-seqs 0", "max_seqs"),
+    ],
+)
+def test_inconsistent_options_are_refused(capsys: pytest.CaptureFixture[str], options: str, cause: str) -> None:
+    assert serve.main(["--port", "0", *options.split()]) == 2
+    assert cause in capsys.readouterr().err
 
 
 def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
