@@ -1,0 +1,292 @@
+"""What the models are compared against, written apart from the engine's own code.
+
+The target's oracle is transformers' DeepSeek-V3: tiny random models saved by its own `save_pretrained`, hence under the
+published names. Norms and router biases are drawn anew, since they start at 1 and 0 and would hide a missing one. The
+drafter's oracle restates the published EAGLE-3 formulas in float64, one plain product at a time. The INT4 oracle unpacks
+nibbles with Python integers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+transformers.logging.disable_progress_bar()
+transformers.logging.set_verbosity_error()
+
+Tensors = dict[str, Tensor]
+
+TINY: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "rms_norm_eps": 1e-3,  # far from the 1e-6 of the two low-rank norms, so that a mix-up shows
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "num_nextn_predict_layers": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.0,
+    },
+    "rope_theta": 10000.0,
+}
+"""A small model that has every feature: expert groups, YaRN with unequal mscale terms, unequal widths."""
+
+
+def _randomise(model: DeepseekV3ForCausalLM) -> None:
+    for name, tensor in model.state_dict().items():
+        if name.endswith("norm.weight"):
+            tensor.uniform_(0.5, 1.5)
+        if name.endswith("e_score_correction_bias"):
+            tensor.normal_(std=0.3)
+
+
+def save_target(directory: Path, seed: int = 0, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """Write a random DeepSeek-V3 of the TINY shape with `changes`, as transformers saves it; returns the directory."""
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**(TINY | changes)))
+        _randomise(model)
+    # Not `.to(dtype)`: that would round the router's bias and the rotary frequencies too.
+    keep = {name for name, _ in model.named_buffers()}
+    tensors = {n: t.to(dtype) if n not in keep else t for n, t in model.state_dict().items()}
+    model.config.dtype = dtype
+    model.save_pretrained(directory, state_dict=tensors)
+    return directory
+
+
+@dataclass(frozen=True)
+class Reference:
+    """transformers' logits [T, vocab] and hidden_states, L + 1 of [T, hidden], the last one after the final norm."""
+
+    logits: Tensor
+    hidden_states: tuple[Tensor, ...]
+
+
+class Oracle:
+    """transformers' own model of a directory, in float32."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model = DeepseekV3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def run(self, token_ids: Sequence[int]) -> Reference:
+        out = self.model(torch.tensor([list(token_ids)]), output_hidden_states=True, use_cache=False)
+        return Reference(out.logits[0], tuple(state[0] for state in out.hidden_states))
+
+    @torch.no_grad()
+    def is_decided(self, token_ids: Sequence[int]) -> bool:
+        """Whether routing is beyond rounding: the bias takes part in the choice of experts only, so moving it by 1e-5
+        changes nothing unless two experts (nearly) tie."""
+        before = self.run(token_ids).logits
+        biases = [b for name, b in self.model.named_buffers() if name.endswith("e_score_correction_bias")]
+        kept = [bias.clone() for bias in biases]
+        same = True
+        for seed in range(2):
+            for bias, value in zip(biases, kept, strict=True):
+                noise = torch.rand(value.shape, generator=torch.Generator().manual_seed(seed))
+                bias.copy_(value + 2e-5 * (noise - 0.5))
+            same = same and torch.equal(self.run(token_ids).logits, before)
+        for bias, value in zip(biases, kept, strict=True):
+            bias.copy_(value)
+        return same
+
+
+# ---- INT4
+
+
+def nibbles(word: int) -> list[int]:
+    """The eight codes of one packed word, lowest bits first, by Python integers."""
+    return [((word & 0xFFFFFFFF) >> (4 * k)) % 16 - 8 for k in range(8)]
+
+
+def dequantised(packed: Tensor, scale: Tensor) -> Tensor:
+    """float32 weight [out, in] of packed words [out, in / 8] and scales [out, groups]: code times scale, no rounding."""
+    rows = [[code for word in row for code in nibbles(word)] for row in packed.tolist()]
+    codes = torch.tensor(rows, dtype=torch.float32)
+    return codes * scale.float().repeat_interleave(codes.shape[1] // scale.shape[1], dim=1)
+
+
+def save_dequantised(source: Path, target: Path) -> Path:
+    """A plain float32 copy of an INT4 directory, every expert weight an exact code times scale."""
+    tensors = load_file(source / "model.safetensors")
+    plain: Tensors = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".weight_packed"):
+            stem = name.removesuffix("_packed")
+            plain[stem] = dequantised(tensor, tensors[f"{stem}_scale"])
+        elif not name.endswith((".weight_scale", ".weight_shape")):
+            plain[name] = tensor.float()
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    save_file(plain, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+# ---- the drafter
+
+
+def drafter_tensors(config: dict[str, Any], seed: int = 0) -> Tensors:
+    """Random tensors of an EAGLE-3 checkpoint under the official names, norms away from 1, d2t as offsets."""
+    width, heads = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
+    kv, inner = config["num_key_value_heads"] * config["head_dim"], config["intermediate_size"]
+    taps, target_width = len(config["boundaries"]), config["target_hidden_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (width, taps * target_width),
+        "midlayer.input_layernorm.weight": (width,),
+        "midlayer.hidden_norm.weight": (width,),
+        "midlayer.post_attention_layernorm.weight": (width,),
+        "midlayer.self_attn.q_proj.weight": (heads, 2 * width),
+        "midlayer.self_attn.k_proj.weight": (kv, 2 * width),
+        "midlayer.self_attn.v_proj.weight": (kv, 2 * width),
+        "midlayer.self_attn.o_proj.weight": (width, heads),
+        "midlayer.mlp.gate_proj.weight": (inner, width),
+        "midlayer.mlp.up_proj.weight": (inner, width),
+        "midlayer.mlp.down_proj.weight": (width, inner),
+        "norm.weight": (width,),
+        "lm_head.weight": (config["draft_vocab_size"], width),
+    }
+    if config["own_embeddings"]:
+        shapes["embed_tokens.weight"] = (config["vocab_size"], width)
+    if config["fc_norm"]:
+        shapes |= {f"fc_norm.{i}.weight": (target_width,) for i in range(taps)}
+    if config["norm_before_fc"]:
+        shapes["input_norm.weight"] = (taps * target_width,)
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {name: _random(shape, draw) for name, shape in shapes.items()}
+    kept = torch.randperm(config["vocab_size"], generator=draw)[: config["draft_vocab_size"]].sort().values
+    tensors["d2t"] = kept - torch.arange(kept.shape[0])
+    tensors["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool).index_fill_(0, kept, True)
+    return tensors
+
+
+def _random(shape: tuple[int, ...], draw: torch.Generator) -> Tensor:
+    if len(shape) == 1:
+        return 0.5 + torch.rand(shape, generator=draw)
+    return torch.randn(shape, generator=draw) * 1.5 * shape[1] ** -0.5
+
+
+def save_drafter_files(directory: Path, config: dict[str, Any], tensors: Tensors) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+class PlainDrafter:
+    """The published one-layer drafter in float64 with a growing list of rows and no cache, batch or fused weight.
+
+    Row t: e = input_layernorm(embed(token)), g = hidden_norm(h), x = [e ; g]; r = (h or g) + attention(x);
+    y = r + mlp(post_attention_layernorm(r)); logits = lm_head(norm(y)); the next step's h is y, or norm(y).
+    """
+
+    def __init__(self, config: dict[str, Any], tensors: Tensors, target_embeddings: Tensor) -> None:
+        self.config = config
+        self.weights = {name: tensor.double() for name, tensor in tensors.items() if tensor.is_floating_point()}
+        self.weights.setdefault("embed_tokens.weight", target_embeddings.double())
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return x / (x.pow(2).mean() + self.config["rms_norm_eps"]).sqrt() * self.weights[f"{name}.weight"]
+
+    def _times(self, x: Tensor, name: str) -> Tensor:
+        return self.weights[f"{name}.weight"] @ x
+
+    def _heads(self, x: Tensor, name: str, position: int | None) -> Tensor:
+        heads = self._times(x, f"midlayer.self_attn.{name}_proj").view(-1, self.config["head_dim"])
+        return heads if position is None else self._rotated(heads, position)
+
+    def _rotated(self, heads: Tensor, position: int) -> Tensor:
+        half = self.config["head_dim"] // 2
+        out = heads.clone()
+        for i in range(half):
+            angle = position * self.config["rope_theta"] ** (-i / half)
+            out[:, i] = heads[:, i] * math.cos(angle) - heads[:, i + half] * math.sin(angle)
+            out[:, i + half] = heads[:, i] * math.sin(angle) + heads[:, i + half] * math.cos(angle)
+        return out
+
+    def _attention(self, x: Tensor, position: int) -> Tensor:
+        q = self._heads(x, "q", position)
+        self.keys.append(self._heads(x, "k", position))
+        self.values.append(self._heads(x, "v", None))
+        keys, values = torch.stack(self.keys, dim=1), torch.stack(self.values, dim=1)  # [kv heads, rows, head_dim]
+        shared = q.shape[0] // keys.shape[0]
+        heads = []
+        for h in range(q.shape[0]):
+            weights = (keys[h // shared] @ q[h] / math.sqrt(q.shape[1])).softmax(0)
+            heads.append(weights @ values[h // shared])
+        return self._times(torch.cat(heads), "midlayer.self_attn.o_proj")
+
+    def fuse(self, captured: Tensor) -> Tensor:
+        """One row's boundaries [taps, target width] -> its state [hidden]."""
+        chunks = list(captured.double())
+        if self.config["fc_norm"]:
+            chunks = [self._norm(chunk, f"fc_norm.{i}") for i, chunk in enumerate(chunks)]
+        wide = torch.cat(chunks)
+        return self._times(self._norm(wide, "input_norm") if self.config["norm_before_fc"] else wide, "fc")
+
+    def step(self, token: int, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """One row: its logits [draft vocab] and the state that it hands to the next draft step."""
+        e = self._norm(self.weights["embed_tokens.weight"][token], "midlayer.input_layernorm")
+        g = self._norm(state, "midlayer.hidden_norm")
+        residual = g if self.config["norm_before_residual"] else state
+        r = residual + self._attention(torch.cat((e, g)), position)
+        x = self._norm(r, "midlayer.post_attention_layernorm")
+        gate = self._times(x, "midlayer.mlp.gate_proj")
+        y = r + self._times(gate * gate.sigmoid() * self._times(x, "midlayer.mlp.up_proj"), "midlayer.mlp.down_proj")
+        normed = self._norm(y, "norm")
+        return self._times(normed, "lm_head"), normed if self.config["norm_output"] else y
+
+    def run(self, tokens: Iterable[int], captured: Tensor, num_steps: int) -> tuple[Tensor, list[int]]:
+        """Rows of committed text, then num_steps greedy draft steps: logits [rows + num_steps, draft vocab] and the
+        drafted tokens as draft ids."""
+        logits: list[Tensor] = []
+        state = captured.new_zeros(0)
+        for position, token in enumerate(tokens):
+            row, state = self.step(token, self.fuse(captured[position]), position)
+            logits.append(row)
+        drafted: list[int] = []
+        for position in range(len(logits), len(logits) + num_steps):
+            drafted.append(int(logits[-1].argmax()))
+            token = drafted[-1] + int(self.offsets[drafted[-1]])
+            row, state = self.step(token, state, position)
+            logits.append(row)
+        return torch.stack(logits), drafted
+
+    offsets: Tensor
