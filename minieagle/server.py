@@ -26,10 +26,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from minieagle.answer import Answer, error_body, to_event, to_json
 from minieagle.engine import Engine, Output
 from minieagle.errors import MinieagleError, RequestError
 from minieagle.front import AsyncFront, Stream, Unavailable
-from minieagle.protocol import Answer, Call, Json, error_body, parse_chat, parse_completion, to_event, to_json
+from minieagle.protocol import Call, Json, parse_chat, parse_completion
 from minieagle.tokenizer import Tokenizer
 
 MAX_BODY_BYTES: Final = 4 * 2**20

@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ import openai
 import pytest
 
 from minieagle import serve, server
+from minieagle.answer import speculation_metrics
+from minieagle.engine import Engine
 from minieagle.errors import MinieagleError
 from minieagle.front import AsyncFront
-from minieagle.protocol import NEUTRAL, speculation_metrics
+from minieagle.llm import LLM
+from minieagle.protocol import NEUTRAL
 from minieagle.sequence import SpecStats
 from minieagle.spec.tree import TreeShape
 from minieagle.tokenizer import Tokenizer
@@ -30,25 +34,30 @@ SAID = "userhello caf\xe9 \U0001f600assistant"  # the fake engine says the promp
 ENDLESS = {"prompt": "again and ", "max_tokens": 2000, "ignore_eos": True}
 
 
+def soon(condition: Callable[[], bool]) -> bool:
+    """Whether `condition` comes true while somebody might still be waiting for it."""
+    return any(condition() or time.sleep(0.01) for _ in range(2000))
+
+
 class Running:
     """A server in a thread of its own, on a free port."""
 
-    def __init__(self, engine: FakeEngine) -> None:
-        self._started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(engine)))
+    def __init__(self, engine: FakeEngine | Engine) -> None:
+        self._server: server.DrainingServer | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(engine)), daemon=True)
         self._thread.start()
-        assert self._started.wait(20), "the server did not start"
+        assert soon(lambda: self._server is not None and self._server.started), "the server did not start"
 
-    async def _serve(self, engine: FakeEngine) -> None:
+    async def _serve(self, engine: FakeEngine | Engine) -> None:
         sock = server.bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         async with AsyncFront(engine) as self.front:  # type: ignore[arg-type]
             app = server.create_app(self.front, served_model_names=["tiny", "alias"], max_body_bytes=100_000)
             self._server = server.DrainingServer(self.front, sock, app, drain_s=5)
-            asyncio.get_running_loop().call_later(0.05, self._started.set)
             await self._server.serve(sockets=[sock])
 
     def stop(self) -> None:
+        assert self._server is not None, "it started"
         self._server.drain()
         self._thread.join(20)
         assert not self._thread.is_alive(), "the server did not stop"
@@ -140,6 +149,21 @@ def test_usage_comes_last_for_those_who_ask(client: openai.OpenAI) -> None:
     *chunks, last = ask(client, stream=True, stream_options={"include_usage": True})
     assert last.choices == [] and last.usage.completion_tokens == len(TOKENIZER.encode_chat(HELLO))
     assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_usage_so_far_comes_with_every_chunk_for_those_who_ask(client: openai.OpenAI) -> None:
+    chunks = list(ask(client, stream=True, max_tokens=6, stream_options={"continuous_usage_stats": True}))
+    assert [chunk.usage.completion_tokens for chunk in chunks] == sorted(
+        chunk.usage.completion_tokens for chunk in chunks
+    )
+    assert chunks[-1].usage.completion_tokens == 6 and chunks[-1].choices
+
+
+def test_a_quiet_stream_is_kept_alive(broken: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.0001)
+    body = {"prompt": "one two three", "stream": True}
+    text = httpx.post(f"{broken.url}/v1/completions", json=body, timeout=20).text
+    assert ": keep-alive\n\n" in text and text.endswith("data: [DONE]\n\n")
 
 
 def test_speculation_statistics_come_with_the_usage(client: openai.OpenAI) -> None:
@@ -393,6 +417,29 @@ def test_health_is_ok(http: httpx.Client) -> None:
     assert http.get("/health").status_code == 200
 
 
+# --- the embedded model ---
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(spec=False)
+
+
+def test_the_embedded_model_answers_a_crowd_as_it_answers_one(llm: LLM) -> None:
+    questions = ["I would like to find a cab.", "Find me a restaurant in San Jose.", "What is on at the cinema?"] * 2
+    alone = [llm.chat([{"role": "user", "content": one}], max_tokens=24) for one in questions]
+    running = Running(llm.engine)
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+
+        def one(question: str) -> str:
+            chunks = ask(client, question, stream=True, temperature=0, max_tokens=24)
+            return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+        with ThreadPoolExecutor(len(questions)) as pool:
+            assert list(pool.map(one, questions)) == [result.text for result in alone]
+    running.stop()
+
+
 # --- leaving, failing, stopping ---
 
 
@@ -403,11 +450,7 @@ def test_a_client_that_leaves_takes_its_request_along(http: httpx.Client, engine
         with http.stream("POST", "/v1/completions", json={**ENDLESS, "stream": stream}, timeout=0.1) as response:
             for _ in response.iter_raw():
                 raise httpx.ReadTimeout("enough")
-    for _ in range(200):
-        if len(engine.aborted) > num_aborted:
-            return
-        threading.Event().wait(0.01)
-    pytest.fail("the request was not aborted")
+    assert soon(lambda: len(engine.aborted) > num_aborted)
 
 
 @pytest.mark.parametrize("stream", [False, True])
