@@ -1,8 +1,8 @@
 """minieagle: DeepSeek-V3-architecture inference with an EAGLE-3 drafter, where speculation never changes the output.
 
-    from minieagle import LLM, generate
-    generate("I would like to book a table", spec=True)     # the embedded model
-    LLM("path/to/model", drafter="path/to/drafter").chat([{"role": "user", "content": "Hello"}])
+from minieagle import LLM, generate
+generate("I would like to book a table", spec=True)     # the embedded model
+LLM("path/to/model", drafter="path/to/drafter").chat([{"role": "user", "content": "Hello"}])
 """
 
 from minieagle.engine import EngineConfig

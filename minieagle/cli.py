@@ -99,7 +99,9 @@ def _demo_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="user messages; none: read one from standard input")
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="user messages; none: read one from standard input"
+    )
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     parser.add_argument("--no-spec", action="store_true", help="decode plainly; the text is the same")
     parser.add_argument("--stats", action="store_true", help="print the speculation statistics of each answer")
@@ -128,15 +130,33 @@ def _quantize_options(parser: argparse.ArgumentParser) -> None:
 
 def _train_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("output", type=Path, metavar="DIR", help="where the drafter and its checkpoint go; an earlier run there resumes")
-    add("--corpus", type=Path, nargs="+", required=True, metavar="FILE", help="conversations (.txt or .xz) to take prompts from")
+    add(
+        "output", type=Path, metavar="DIR", help="where the drafter and its checkpoint go; an earlier run there resumes"
+    )
+    add(
+        "--corpus",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="conversations (.txt or .xz) to take prompts from",
+    )
     add("--model", "--model-path", metavar="DIR", help="directory of the target (default: the embedded model)")
-    add("--boundaries", type=int, nargs="+", metavar="B", help="target states to read, 0 .. number of layers (required)")
+    add(
+        "--boundaries", type=int, nargs="+", metavar="B", help="target states to read, 0 .. number of layers (required)"
+    )
     add("--num-prompts", type=int, default=4000, help="texts that the target writes first (default: %(default)s)")
     add("--new-tokens", type=int, default=256, help="tokens it writes for each (default: %(default)s)")
     add("--max-seqs", type=int, default=64, help="texts written at once (default: %(default)s)")
-    add("--draft-vocab-size", type=int, default=2048, help="most frequent tokens that may be drafted (default: %(default)s)")
-    add("--intermediate-size", type=int, default=1024, help="width of the drafter's feed-forward (default: %(default)s)")
+    add(
+        "--draft-vocab-size",
+        type=int,
+        default=2048,
+        help="most frequent tokens that may be drafted (default: %(default)s)",
+    )
+    add(
+        "--intermediate-size", type=int, default=1024, help="width of the drafter's feed-forward (default: %(default)s)"
+    )
     add("--num-heads", type=int, default=8, help="attention heads (default: %(default)s)")
     add("--num-kv-heads", type=int, default=2, help="key/value heads (default: %(default)s)")
     add("--num-steps", type=int, default=6, help="draft steps unrolled in training (default: %(default)s)")
@@ -215,7 +235,9 @@ def _bench(options: argparse.Namespace) -> int:
     llm = _load(options)
     prompts = [_user(text) for text in options.prompts or DEMO_PROMPTS]
     with _counting() as progress:
-        pairs = tuple(progress.track(compare(llm, prompts, _params(options)), total=len(prompts), description="prompts"))
+        pairs = tuple(
+            progress.track(compare(llm, prompts, _params(options)), total=len(prompts), description="prompts")
+        )
     return _report(Comparison(pairs))
 
 
@@ -291,8 +313,8 @@ def _train(options: argparse.Namespace) -> int:
     if not options.boundaries:
         raise ValueError("--boundaries is needed: name the target states the drafter reads, such as --boundaries 2 5 8")
     llm = LLM(options.model, spec=False, max_seqs=options.max_seqs)
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "texts.jsonl"
+    path = options.output / "training" / "texts.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
     prompts = sample_prompts(options.corpus, options.num_prompts, options.seed)
     with _counting() as progress:
         task = progress.add_task("texts", total=len(prompts))

@@ -78,7 +78,11 @@ class Comparison:
         stats = self.stats
         table = Table("", "value", "meaning", show_edge=False)
         table.add_row("same text", f"{self.num_same} of {len(self.pairs)}", "token ids without and with speculation")
-        table.add_row("tokens per step", f"{stats.tokens_per_step:.2f}", "emitted / target forwards while decoding, bonus token included")
+        table.add_row(
+            "tokens per step",
+            f"{stats.tokens_per_step:.2f}",
+            "emitted / target forwards while decoding, bonus token included",
+        )
         by_depth = "  ".join(f"{rate:.2f}" for rate in stats.acceptance_by_depth)
         table.add_row("acceptance by depth", by_depth, "share of steps whose accepted path reaches depth 1, 2, ...")
         table.add_row("plain", f"{self.tokens_per_second(0):.0f} tok/s", "prompt included")

@@ -92,7 +92,12 @@ class Engine:
     """Continuous batching over one target and an optional drafter. Single threaded."""
 
     def __init__(
-        self, target: Target, tokenizer: Tokenizer, *, drafter: Drafter | None = None, config: EngineConfig | None = None
+        self,
+        target: Target,
+        tokenizer: Tokenizer,
+        *,
+        drafter: Drafter | None = None,
+        config: EngineConfig | None = None,
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.config = config or EngineConfig()
@@ -127,7 +132,9 @@ class Engine:
         self._check(request)
         params, prompt = request.params, list(request.prompt_ids)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.tokenizer.stop_ids))
+        stop_ids = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else frozenset(self.tokenizer.stop_ids)
+        )
         sequence = Sequence(
             id=self._next_id,
             tokens=prompt,

@@ -89,7 +89,9 @@ def load_engine(
     return Engine(target, tokenizer, drafter=loaded, config=config)
 
 
-def _shape(tree: str | Shape | None, num_steps: int | None, topk: int | None, num_draft_tokens: int | None) -> Shape | None:
+def _shape(
+    tree: str | Shape | None, num_steps: int | None, topk: int | None, num_draft_tokens: int | None
+) -> Shape | None:
     """The tree that was asked for in one of the two ways; None when neither was used."""
     trio = {"num_steps": num_steps, "topk": topk, "num_draft_tokens": num_draft_tokens}
     given = {name: value for name, value in trio.items() if value is not None}
@@ -114,7 +116,12 @@ class LLM:
         self.tokenizer = self.engine.tokenizer
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, *, spec: bool | None = None, **sampling: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        spec: bool | None = None,
+        **sampling: Any,
     ) -> Any:
         """Complete one prompt (returns a Result) or a list of prompts (a list of Results, in order).
 
@@ -127,7 +134,14 @@ class LLM:
         results = self._run(items, self._params(params, sampling), self._spec(spec), alone=single)
         return results[0] if single else results
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, *, spec: bool | None = None, **sampling: Any) -> Result:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        spec: bool | None = None,
+        **sampling: Any,
+    ) -> Result:
         """Answer a conversation: messages are {"role": ..., "content": ...}, rendered by the model's chat template."""
         result: Result = self.generate(messages, params, spec=spec, **sampling)
         return result
@@ -158,7 +172,9 @@ class LLM:
             raise RequestError(f"pass params or its fields, not both: got params and {sorted(sampling)}")
         unknown = sorted(set(sampling) - set(SamplingParams.__dataclass_fields__))
         if unknown:
-            raise RequestError(f"unknown option {unknown[0]!r}: known are {sorted(SamplingParams.__dataclass_fields__)}")
+            raise RequestError(
+                f"unknown option {unknown[0]!r}: known are {sorted(SamplingParams.__dataclass_fields__)}"
+            )
         return params if params is not None else SamplingParams(**sampling)
 
     def _spec(self, spec: bool | None) -> bool:
@@ -223,7 +239,9 @@ def _is_single(prompts: Any) -> bool:
     if isinstance(prompts, str):
         return True
     if not isinstance(prompts, Sequence):
-        raise RequestError(f"a prompt is a string, token ids or chat messages, got {type(prompts).__name__}", param="prompt")
+        raise RequestError(
+            f"a prompt is a string, token ids or chat messages, got {type(prompts).__name__}", param="prompt"
+        )
     return not prompts or isinstance(prompts[0], int | Mapping)
 
 

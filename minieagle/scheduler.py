@@ -49,7 +49,9 @@ class Work:
 class Scheduler:
     """Mutable: owns the queue and the running list; `add`, `plan` and `remove` change them."""
 
-    def __init__(self, pool: PagePool, *, max_seqs: int, prefill_chunk: int, spare_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, pool: PagePool, *, max_seqs: int, prefill_chunk: int, spare_rows: int, device: torch.device
+    ) -> None:
         self.pool, self.max_seqs, self.prefill_chunk = pool, max_seqs, prefill_chunk
         self.spare_rows, self.device = spare_rows, device
         self.waiting: deque[Sequence] = deque()

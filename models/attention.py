@@ -131,11 +131,15 @@ def _gather(cache: Tensor, slots: Tensor) -> Tensor:
     return ones.transpose(1, 2).reshape(-1, slots.shape[1], ones.shape[-1])
 
 
+def _in_fours(x: Tensor) -> Tensor:
+    """x [N, m, D] with zero rows up to a multiple of 4: CPU fp32 products of fewer than 4 rows, or of fewer than 12 that
+    two threads share, take kernels that round otherwise. (Fewer than 12 columns do so at any size; no model has them.)"""
+    return F.pad(x, (0, 0, 0, -x.shape[1] % 4)) if x.shape[1] % 4 else x
+
+
 def _scores(q: Tensor, keys: Tensor) -> Tensor:
-    """q [N, m, D] times keys [N, S, D]; fp32 products of fewer than 4 rows take another kernel, so they are padded."""
-    if q.shape[1] < 4:
-        return torch.bmm(F.pad(q, (0, 0, 0, 4 - q.shape[1])), keys.transpose(1, 2))[:, : q.shape[1]]
-    return torch.bmm(q, keys.transpose(1, 2))
+    """q [N, m, D] times keys [N, S, D] -> [N, m, S]."""
+    return torch.bmm(_in_fours(q), keys.transpose(1, 2))[:, : q.shape[1]]
 
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
@@ -143,9 +147,9 @@ def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     n, m, num_keys = weights.shape
     blocks = num_keys // KEY_BLOCK
     cut = weights.view(n, m, blocks, KEY_BLOCK).transpose(1, 2).reshape(n * blocks, m, KEY_BLOCK)
-    if m < 4:
-        cut = F.pad(cut, (0, 0, 0, 4 - m))
-    parts = torch.bmm(cut, values.reshape(n * blocks, KEY_BLOCK, -1)).view(n, blocks, -1, values.shape[-1])[:, :, :m]
+    parts = torch.bmm(_in_fours(cut), values.reshape(n * blocks, KEY_BLOCK, -1)).view(n, blocks, -1, values.shape[-1])[
+        :, :, :m
+    ]
     total = parts[:, 0]
     for block in range(1, blocks):
         total = total + parts[:, block]

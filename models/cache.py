@@ -57,7 +57,9 @@ class PagedCache:
     """Rows of every layer: data [num_layers, num_slots, num_heads, width]. Mutable: `write` puts the rows of a forward
     behind the committed ones, `keep` moves accepted rows into place."""
 
-    def __init__(self, num_layers: int, num_slots: int, num_heads: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, num_layers: int, num_slots: int, num_heads: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.data = torch.zeros(num_layers, num_slots, num_heads, width, dtype=dtype, device=device)
 
     @property

@@ -104,7 +104,9 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         if self.norm_before_fc and self.fc_norm:
-            raise ConfigError("norm_before_fc=true and fc_norm=true exclude each other: keep the one it was trained with")
+            raise ConfigError(
+                "norm_before_fc=true and fc_norm=true exclude each other: keep the one it was trained with"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
@@ -119,9 +121,11 @@ class DrafterConfig:
     def to_json(self) -> dict[str, Any]:
         """The config.json of a minieagle drafter; boundaries are named as such, so no convention has to be guessed."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "boundaries"}
-        return {"architectures": ["Eagle3Drafter"], "model_type": "minieagle_eagle3"} | fields | {
-            "boundaries": list(self.boundaries)
-        }
+        return (
+            {"architectures": ["Eagle3Drafter"], "model_type": "minieagle_eagle3"}
+            | fields
+            | {"boundaries": list(self.boundaries)}
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -185,7 +189,9 @@ def _group_size(config: Mapping[str, Any]) -> int | None:
     if not quantization:
         return None
     if quantization.get("format") != "pack-quantized":
-        raise ConfigError(f"quantization format {quantization.get('format')!r} is not supported; known: 'pack-quantized'")
+        raise ConfigError(
+            f"quantization format {quantization.get('format')!r} is not supported; known: 'pack-quantized'"
+        )
     groups = list((quantization.get("config_groups") or {}).values())
     weights = groups[0]["weights"] if len(groups) == 1 else {}
     wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}

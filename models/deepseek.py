@@ -73,7 +73,9 @@ class Target(nn.Module):
 
     def new_cache(self, num_slots: int) -> PagedCache:
         """An empty latent cache of num_slots rows a layer, in the model's dtype and on its device."""
-        return PagedCache(self.config.num_hidden_layers, num_slots, 1, self.config.latent_width, self.dtype, self.device)
+        return PagedCache(
+            self.config.num_hidden_layers, num_slots, 1, self.config.latent_width, self.dtype, self.device
+        )
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return F.embedding(token_ids, self.embed_tokens)
@@ -99,5 +101,9 @@ class Target(nn.Module):
             h = layer(h, cos, sin, cache, slots, plan)
             if index + 1 in boundaries:
                 states[index + 1] = h
-        captured = torch.stack([states[b] for b in boundaries], dim=1) if boundaries else h.new_empty(h.shape[0], 0, h.shape[1])
+        captured = (
+            torch.stack([states[b] for b in boundaries], dim=1)
+            if boundaries
+            else h.new_empty(h.shape[0], 0, h.shape[1])
+        )
         return TargetOutput(self.head(h if logit_rows is None else h.index_select(0, logit_rows)), captured)

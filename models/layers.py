@@ -44,7 +44,11 @@ class Linear(nn.Module):
         self.packed: Tensor | None = None
 
     def pack(self) -> None:
-        if self.weight.device.type == "cpu" and self.weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
+        if (
+            self.weight.device.type == "cpu"
+            and self.weight.dtype == torch.bfloat16
+            and torch.backends.mkldnn.is_available()
+        ):
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
             self.weight = nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
 

@@ -32,8 +32,10 @@ class Router(nn.Module):
         self.normalise = config.norm_topk_prob
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows are padded to whole tiles: the fp32 product and the sigmoid then give a row the same bits in any batch."""
-        scores = F.linear(pad_rows(x.float()), self.weight).sigmoid()
+        """A row has the same bits in any batch: the fp32 product gets whole tiles of rows, and the sigmoid is spelled with
+        exp, since torch.sigmoid rounds the last few elements of a tensor by other code."""
+        logits = F.linear(pad_rows(x.float()), self.weight)
+        scores = logits.neg_().exp_().add_(1.0).reciprocal_()
         choice = scores + self.e_score_correction_bias
         if self.num_groups > 1:
             choice = _within_best_groups(choice, self.num_groups, self.topk_group)

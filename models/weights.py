@@ -49,7 +49,9 @@ class Checkpoint:
 
     def _index(self) -> dict[str, Path]:
         if not self.directory.is_dir():
-            raise CheckpointError(f"{self.directory} is not a directory: pass the folder that holds config.json and weights")
+            raise CheckpointError(
+                f"{self.directory} is not a directory: pass the folder that holds config.json and weights"
+            )
         paths = sorted(self.directory.glob("*.safetensors"))
         listed = self.directory / "model.safetensors.index.json"
         if listed.exists():
@@ -73,7 +75,9 @@ class Checkpoint:
             try:
                 self._open[path] = safe_open(path, framework="pt").__enter__()
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} can't be read ({error}): it is damaged or cut short, fetch it again") from error
+                raise CheckpointError(
+                    f"{path} can't be read ({error}): it is damaged or cut short, fetch it again"
+                ) from error
         return self._open[path]
 
     def release(self) -> None:
@@ -105,7 +109,9 @@ class Checkpoint:
         self.release()
         if self._left:
             some = sorted(self._left)[:5]
-            raise CheckpointError(f"{self.directory} holds {len(self._left)} tensors that the model has no place for: {some}")
+            raise CheckpointError(
+                f"{self.directory} holds {len(self._left)} tensors that the model has no place for: {some}"
+            )
 
 
 class Filler:
@@ -280,11 +286,15 @@ def _target_ids(checkpoint: Checkpoint, config: DrafterConfig) -> Tensor:
     ids = torch.arange(config.draft_vocab_size)
     if "d2t" not in checkpoint:
         if config.draft_vocab_size != config.vocab_size:
-            raise CheckpointError(f"no tensor d2t, but draft_vocab_size={config.draft_vocab_size} is reduced: it is needed")
+            raise CheckpointError(
+                f"no tensor d2t, but draft_vocab_size={config.draft_vocab_size} is reduced: it is needed"
+            )
         return ids
     d2t = checkpoint.take("d2t").to(torch.int64)
     if d2t.shape != ids.shape:
-        raise CheckpointError(f"d2t has shape {list(d2t.shape)}, draft_vocab_size={config.draft_vocab_size} asks for it to match")
+        raise CheckpointError(
+            f"d2t has shape {list(d2t.shape)}, draft_vocab_size={config.draft_vocab_size} asks for it to match"
+        )
     ids = ids + d2t
     _check_d2t(ids, config.vocab_size)
     if "t2d" in checkpoint:
@@ -342,7 +352,9 @@ def _check_fits(drafter: DrafterConfig, target: TargetConfig) -> None:
     ]
     for name, mine, theirs in pairs:
         if mine != theirs:
-            raise CheckpointError(f"the drafter's {name}={mine} is not the target's {theirs}: it belongs to another target")
+            raise CheckpointError(
+                f"the drafter's {name}={mine} is not the target's {theirs}: it belongs to another target"
+            )
     outside = [b for b in drafter.boundaries if not 0 <= b <= target.num_hidden_layers]
     if outside or len(set(drafter.boundaries)) != len(drafter.boundaries):
         raise CheckpointError(

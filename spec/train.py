@@ -145,9 +145,7 @@ def observe(target: Target, texts: Sequence[TokenText], boundaries: tuple[int, .
 
     probabilities = out.logits.index_select(1, target_ids).softmax(-1)
     best = draft_id[out.logits.argmax(-1)]
-    return Batch(
-        padded(flat), padded(out.captured).float(), padded(probabilities), padded(best), torch.tensor(lengths)
-    )
+    return Batch(padded(flat), padded(out.captured).float(), padded(probabilities), padded(best), torch.tensor(lengths))
 
 
 class _UnrolledAttention:
@@ -254,7 +252,9 @@ class Trainer:
         long_enough = [text for text in texts if len(text) > config.num_steps + 1]
         num_heldout = max(1, round(len(long_enough) * config.heldout))
         if len(long_enough) <= num_heldout:
-            raise TrainingError(f"{len(long_enough)} texts longer than {config.num_steps + 1} tokens are too few to train on")
+            raise TrainingError(
+                f"{len(long_enough)} texts longer than {config.num_steps + 1} tokens are too few to train on"
+            )
         self.target, self.config, self.directory = target, config, directory
         self.heldout, self.texts = long_enough[:num_heldout], long_enough[num_heldout:]
         saved = self._saved(drafter)
@@ -263,7 +263,9 @@ class Trainer:
             ids = draft_vocabulary(self.texts, drafter.draft_vocab_size, target.config.vocab_size)
         self.drafter = new_drafter(drafter, target, ids.to(target.device), config.seed)
         self.parameters = list(self.drafter.parameters())
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
+        )
         self.update = 0
         if saved:
             self._resume(saved)
@@ -322,23 +324,30 @@ class Trainer:
             hits, counts = hits + score.hits.cpu(), counts + score.counts.cpu()
         return Score(hits, counts)
 
+    @property
+    def _checkpoint(self) -> Path:
+        """Beside the drafter, not among its weights."""
+        return self.directory / "training" / "checkpoint.safetensors"
+
     def save_checkpoint(self) -> None:
         """Weights and optimiser state, replaced atomically: a kill leaves the previous one or this one."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
         tensors = {f"weight.{name}": p.detach() for name, p in self.drafter.named_parameters()}
         for name, parameter in self.drafter.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
                 tensors[f"{key}.{name}"] = value
-        path = self.directory / "checkpoint.safetensors"
         tensors["target_ids"] = self.drafter.target_ids
-        metadata = {"drafter": json.dumps(self.drafter.config.to_json()), "training": json.dumps(asdict(self.config))}
+        path, metadata = (
+            self._checkpoint,
+            {"drafter": json.dumps(self.drafter.config.to_json()), "training": json.dumps(asdict(self.config))},
+        )
         save_file(tensors, path.with_suffix(".new"), metadata=metadata)
         os.replace(path.with_suffix(".new"), path)
         save_drafter(self.drafter, self.directory)
 
     def _saved(self, drafter: DrafterConfig) -> dict[str, Tensor]:
         """The checkpoint in the directory, {} when there is none. Raises TrainingError when it is another drafter's."""
-        path = self.directory / "checkpoint.safetensors"
+        path = self._checkpoint
         if not path.exists():
             return {}
         with safe_open(path, framework="pt") as file:
@@ -367,7 +376,11 @@ def save_drafter(drafter: Drafter, directory: Path) -> None:
     layer = drafter.midlayer
     width = layer.head_dim
     sizes = [layer.num_heads * width, layer.num_kv_heads * width, layer.num_kv_heads * width]
-    tensors = {"fc.weight": drafter.fc.weight, "norm.weight": drafter.norm.weight, "lm_head.weight": drafter.lm_head.weight}
+    tensors = {
+        "fc.weight": drafter.fc.weight,
+        "norm.weight": drafter.norm.weight,
+        "lm_head.weight": drafter.lm_head.weight,
+    }
     for name, part in zip("qkv", layer.qkv.weight.split(sizes), strict=True):
         tensors[f"midlayer.self_attn.{name}_proj.weight"] = part
     tensors["midlayer.self_attn.o_proj.weight"] = layer.o.weight

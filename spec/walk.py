@@ -57,7 +57,9 @@ def _drafts(
     return drafted
 
 
-def _committed(target: Target, drafter: Drafter, tokens: Sequence[int], num_spare: int) -> tuple[PagedCache, DrafterOutput]:
+def _committed(
+    target: Target, drafter: Drafter, tokens: Sequence[int], num_spare: int
+) -> tuple[PagedCache, DrafterOutput]:
     """The drafter's cache and outputs over all committed rows of a text: row t has the token at t + 1."""
     ids = torch.tensor(tokens, device=target.device)
     slots = torch.arange(1, 1 + len(tokens), device=target.device)
