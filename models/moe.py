@@ -3,6 +3,10 @@ takes part in the choice only, group-limited top-k, and a shared expert that eve
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import cast
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -67,22 +71,34 @@ class MixtureOfExperts(nn.Module):
 
     def _routed(self, x: Tensor) -> Tensor:
         """Rows sorted by expert, so that each expert reads its weights once; results go back to their rows and are
-        added in the order of the row's own choice, whatever else is in the batch. [T, D] float32."""
+        added in the order of the row's own choice, whatever else is in the batch. [T, D] float32.
+
+        Who goes where is worked out on the host: a dozen integers cost less there than kernel launches, and which
+        experts run has to be known there anyway (one copy from the device a layer)."""
         ids, weights = self.router(x)
-        order = ids.flatten().argsort(stable=True)
-        chosen = x.index_select(0, order // self.topk)
-        counts = torch.bincount(ids.flatten(), minlength=len(self.experts)).tolist()
-        used = [(self.experts[e], count) for e, count in enumerate(counts) if count]
-        sizes = [count for _, count in used]
-        hidden = torch.cat([expert.gate_up(part) for (expert, _), part in zip(used, chosen.split(sizes), strict=True)])
-        hidden = silu_mul(hidden)
-        out = torch.cat([expert.down(part) for (expert, _), part in zip(used, hidden.split(sizes), strict=True)])
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=x.device))
-        mine = out.index_select(0, back).view(x.shape[0], self.topk, -1).float() * weights.unsqueeze(-1)
-        total = mine[:, 0]
+        flat = ids.flatten().numpy(force=True)
+        order = np.argsort(flat, kind="stable")
+        counts = np.bincount(flat)
+        used = np.flatnonzero(counts)
+        sizes: list[int] = counts[used].tolist()
+        back = np.empty_like(order)
+        back[order] = np.arange(order.size)
+        parts = x.index_select(0, torch.from_numpy(order // self.topk).to(x.device)).split(sizes)
+        experts = [self.products[e] for e in used.tolist()]
+        hidden = silu_mul(torch.cat([gate_up(part) for (gate_up, _), part in zip(experts, parts, strict=True)]))
+        parts = hidden.split(sizes)
+        out = torch.cat([down(part) for (_, down), part in zip(experts, parts, strict=True)])
+        mine = out.index_select(0, torch.from_numpy(back).to(x.device)).view(x.shape[0], self.topk, -1)
+        weighted = mine.float() * weights.unsqueeze(-1)
+        total = weighted[:, 0]
         for choice in range(1, self.topk):
-            total = total + mine[:, choice]
+            total = total + weighted[:, choice]
         return total
+
+    @cached_property
+    def products(self) -> list[tuple[nn.Module, nn.Module]]:
+        """(gate_up, down) of each expert in a plain list: module look-ups would cost more than a small product."""
+        return [(cast(Expert, expert).gate_up, cast(Expert, expert).down) for expert in self.experts]
 
     def forward(self, x: Tensor) -> Tensor:
         routed = self._routed(x).to(x.dtype)
