@@ -61,7 +61,7 @@ def target_configs(draw: st.DrawFn) -> dict[str, Any]:
         "hidden_size": draw(st.sampled_from([24, 32, 64])),
         "moe_intermediate_size": draw(st.sampled_from([8, 24, 40])),
         "q_lora_rank": draw(st.sampled_from([None, 8, 24])),
-        "kv_lora_rank": draw(st.sampled_from([8, 24, 32])),
+        "kv_lora_rank": draw(st.sampled_from([12, 24, 32])),
         "qk_nope_head_dim": draw(st.sampled_from([4, 8, 16])),
         "qk_rope_head_dim": draw(st.sampled_from([2, 8, 16])),
         "v_head_dim": draw(st.sampled_from([4, 12, 16])),
