@@ -122,8 +122,8 @@ class AttentionPlan:
 
 
 def _gather(cache: Tensor, slots: Tensor) -> Tensor:
-    """Cached rows at slots [N, keys] as [N * K, keys, width + 1] float32; the last column is 1, so that the product with
-    the values also sums the weights."""
+    """Cached rows at slots [N, keys] as [N * K, keys, width + 1] float32; the last column is 1, so that the product
+    with the values also sums the weights."""
     found = cache.index_select(0, slots.flatten()).view(*slots.shape, *cache.shape[1:])
     ones = found.new_empty(*found.shape[:-1], found.shape[-1] + 1, dtype=torch.float32)
     ones[..., :-1] = found
@@ -132,8 +132,9 @@ def _gather(cache: Tensor, slots: Tensor) -> Tensor:
 
 
 def _in_fours(x: Tensor) -> Tensor:
-    """x [N, m, D] with zero rows up to a multiple of 4: CPU fp32 products of fewer than 4 rows, or of fewer than 12 that
-    two threads share, take kernels that round otherwise. (Fewer than 12 columns do so at any size; no model has them.)"""
+    """x [N, m, D] with zero rows up to a multiple of 4: CPU fp32 products of fewer than 4 rows, or of fewer than 12
+    that two threads share, take kernels that round otherwise. (So do those of fewer than 12 columns, at any number of
+    rows; no model is that narrow.)"""
     return F.pad(x, (0, 0, 0, -x.shape[1] % 4)) if x.shape[1] % 4 else x
 
 

@@ -8,14 +8,52 @@ implement is an error; fields that do nothing at inference are ignored. See the 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 
 class ConfigError(ValueError):
     """A config.json that is missing, unreadable, contradictory, or asks for math that is not implemented."""
+
+
+_MAY_BE_ZERO = ("n_shared_experts", "first_k_dense_replace", "mscale", "mscale_all_dim")
+_DTYPES = ("bfloat16", "float32")
+
+
+def _fault(name: str, kind: str, value: Any) -> str | None:
+    """What a field annotated `kind` must be, None when value is that."""
+    least = 0 if name in _MAY_BE_ZERO else 1
+    if kind == "bool":
+        return None if isinstance(value, bool) else "true or false"
+    if kind == "int":
+        return None if type(value) is int and value >= least else f"an integer of at least {least}"
+    if kind == "float":
+        number = type(value) in (int, float) and math.isfinite(value)
+        return None if number and (value > 0 or value == 0 and not least) else "a finite number above 0"
+    if name == "dtype":
+        return None if value in _DTYPES else f"one of {list(_DTYPES)}"
+    return None
+
+
+def _check_fields(config: Yarn | TargetConfig | DrafterConfig) -> None:
+    """Refuse what json reads without complaint and no model can mean: NaN, negative sizes, text for a number, null."""
+    for field in fields(config):
+        value, kind = getattr(config, field.name), str(field.type)
+        if value is None and kind.endswith("| None"):
+            continue
+        fault = _fault(field.name, kind.removesuffix(" | None"), value)
+        if fault:
+            raise ConfigError(f"config.json: {field.name}={value!r} must be {fault}")
+
+
+def _refuse_unless(allowed: Mapping[str, tuple[Any, ...]], config: Mapping[str, Any], where: str) -> None:
+    """Refuse fields that change the math and hold another value than those that are implemented."""
+    for name, values in allowed.items():
+        if name in config and config[name] not in values:
+            raise ConfigError(f"{where}: {name}={config[name]!r} is not supported; known: {list(values)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +66,9 @@ class Yarn:
     beta_slow: float = 1.0
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +103,22 @@ class TargetConfig:
     tie_word_embeddings: bool = False
     dtype: str = "bfloat16"
     quantization: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if self.qk_rope_head_dim % 2:
+            raise ConfigError(f"config.json: qk_rope_head_dim={self.qk_rope_head_dim} must be even: it rotates pairs")
+        if self.n_routed_experts % self.n_group or self.n_group < self.topk_group:
+            raise ConfigError(
+                f"config.json: n_group={self.n_group} must divide n_routed_experts={self.n_routed_experts} "
+                f"and be at least topk_group={self.topk_group}"
+            )
+        eligible = self.n_routed_experts // self.n_group * self.topk_group
+        if self.num_experts_per_tok > eligible:
+            raise ConfigError(
+                f"config.json: num_experts_per_tok={self.num_experts_per_tok} exceeds the {eligible} experts of "
+                f"topk_group={self.topk_group} groups"
+            )
 
     @property
     def qk_head_dim(self) -> int:
@@ -103,6 +160,13 @@ class DrafterConfig:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
+        _check_fields(self)
+        if not self.boundaries or any(type(b) is not int or b < 0 for b in self.boundaries):
+            raise ConfigError(f"boundaries={list(self.boundaries)} must name at least one boundary, each 0 or more")
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim} must be even: it rotates pairs")
+        if self.draft_vocab_size > self.vocab_size:
+            raise ConfigError(f"draft_vocab_size={self.draft_vocab_size} exceeds vocab_size={self.vocab_size}")
         if self.norm_before_fc and self.fc_norm:
             raise ConfigError(
                 "norm_before_fc=true and fc_norm=true exclude each other: keep the one it was trained with"
@@ -159,25 +223,27 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    for name, allowed in _FIXED.items():
-        if name in config and config[name] not in allowed:
-            raise ConfigError(f"config.json: {name}={config[name]!r} is not supported; known: {list(allowed)}")
+# The same of a rope description.
+_FIXED_ROPE: dict[str, tuple[Any, ...]] = {
+    "attention_factor": (None,),
+    "truncate": (None, True),
+    "partial_rotary_factor": (None, 1.0),
+}
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, Yarn | None]:
     """RoPE base and YaRN from either spelling: `rope_theta` + `rope_scaling`, or one `rope_parameters`."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(scaling.get("rope_theta", config.get("rope_theta", 10000.0)))
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ConfigError(f"config.json: the rope description {scaling!r} is not an object")
+    _refuse_unless(_FIXED_ROPE, scaling, "config.json: rope")
+    theta = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind != "yarn":
         raise ConfigError(f"config.json: rope type {kind!r} is not supported; known: 'default', 'yarn'")
     known = {name: scaling[name] for name in Yarn.__dataclass_fields__ if scaling.get(name) is not None}
-    for name in ("attention_factor", "truncate"):
-        if scaling.get(name) not in (None, True):
-            raise ConfigError(f"config.json: rope {name}={scaling[name]!r} is not supported: remove it")
     for name in ("factor", "original_max_position_embeddings"):
         _need(known, name)
     return theta, Yarn(**known)
@@ -193,19 +259,19 @@ def _group_size(config: Mapping[str, Any]) -> int | None:
             f"quantization format {quantization.get('format')!r} is not supported; known: 'pack-quantized'"
         )
     groups = list((quantization.get("config_groups") or {}).values())
-    weights = groups[0]["weights"] if len(groups) == 1 else {}
+    weights = (groups[0].get("weights") if len(groups) == 1 else None) or {}
     wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
     for name, value in wanted.items():
         if weights.get(name) != value:
             raise ConfigError(f"quantization {name}={weights.get(name)!r} is not supported; only {value!r} is")
-    if weights.get("actorder"):
-        raise ConfigError(f"quantization actorder={weights['actorder']!r} is not supported; only null is")
-    return int(weights["group_size"])
+    _refuse_unless({"actorder": (None,)}, weights, "quantization")
+    group_size: int = _need(weights, "group_size")
+    return group_size
 
 
 def target_config(config: Mapping[str, Any]) -> TargetConfig:
     """Parse the config.json of a target. Raises ConfigError for what is missing or not implemented."""
-    _refuse_unsupported(config)
+    _refuse_unless(_FIXED, config, "config.json")
     theta, yarn = _rope(config)
     names = [name for name in TargetConfig.__dataclass_fields__ if name in config]
     known = {name: config[name] for name in names if name not in ("rope_theta", "dtype", "yarn", "quantization")}
@@ -213,13 +279,32 @@ def target_config(config: Mapping[str, Any]) -> TargetConfig:
         if field.default is MISSING and name != "q_lora_rank":
             _need(config, name)
     known.setdefault("q_lora_rank", None)
-    parsed = TargetConfig(
+    return TargetConfig(
         **known,
         rope_theta=theta,
         yarn=yarn,
         dtype=str(config.get("dtype", config.get("torch_dtype", "bfloat16"))),
         quantization=_group_size(config),
     )
-    if parsed.n_routed_experts % parsed.n_group:
-        raise ConfigError(f"n_routed_experts={parsed.n_routed_experts} is not a multiple of n_group={parsed.n_group}")
-    return parsed
+
+
+# A drafter has one layer of the plainest kind.
+_FIXED_DRAFTER: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "num_hidden_layers": (1,),
+    "rope_scaling": (None,),
+}
+
+
+def drafter_config(config: Mapping[str, Any]) -> DrafterConfig:
+    """Parse the config.json of a drafter that states its boundaries. Raises ConfigError for what is missing or not
+    implemented."""
+    _refuse_unless(_FIXED_DRAFTER, config, "the drafter's config.json")
+    if not isinstance(config.get("boundaries"), list):
+        raise ConfigError("the drafter's config.json lists no `boundaries`: state which target states it reads")
+    known = {name: config[name] for name in DrafterConfig.__dataclass_fields__ if name in config}
+    try:
+        return DrafterConfig(**known | {"boundaries": tuple(config["boundaries"])})
+    except TypeError as error:
+        raise ConfigError(f"the drafter's config.json is incomplete: {error}") from None

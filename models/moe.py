@@ -36,8 +36,8 @@ class Router(nn.Module):
         self.normalise = config.norm_topk_prob
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """A row has the same bits in any batch: the fp32 product gets whole tiles of rows, and the sigmoid is spelled with
-        exp, since torch.sigmoid rounds the last few elements of a tensor by other code."""
+        """A row has the same bits in any batch: the fp32 product gets whole tiles of rows, and the sigmoid is spelled
+        with exp, since torch.sigmoid rounds the last few elements of a tensor by other code."""
         logits = F.linear(pad_rows(x.float()), self.weight)
         scores = logits.neg_().exp_().add_(1.0).reciprocal_()
         choice = scores + self.e_score_correction_bias

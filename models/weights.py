@@ -6,9 +6,8 @@ layer. Published names are those of DeepSeek-V3 (target) and of the official EAG
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from minieagle.models.config import DrafterConfig, TargetConfig, read_json, target_config
+from minieagle.models.config import DrafterConfig, TargetConfig, drafter_config, read_json, target_config
 from minieagle.models.deepseek import Block, Target
 from minieagle.models.eagle3 import Drafter
-from minieagle.models.int4 import Int4Linear
+from minieagle.models.int4 import WORD, Int4Linear
 from minieagle.models.layers import Linear, SwiGLU
 from minieagle.models.mla import LatentAttention
 from minieagle.models.moe import Expert, MixtureOfExperts
@@ -117,25 +116,38 @@ class Checkpoint:
 class Filler:
     """Puts tensors into a module on the meta device, checking shapes, in one dtype and on one device."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group_size: int | None = None
+    ) -> None:
+        self.checkpoint, self.dtype, self.device, self.group_size = checkpoint, dtype, device, group_size
 
-    def take(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The named tensors, one below the other, copied out of the mapping."""
-        parts = [self.checkpoint.take(name) for name in names]
+    def take(self, shapes: Mapping[str, Sequence[int]], *, dtype: torch.dtype | None = None) -> Tensor:
+        """The named tensors, each of the shape given, one below the other, copied out of the mapping."""
+        parts = [self._checked(name, shape) for name, shape in shapes.items()]
         whole = torch.cat(parts) if len(parts) > 1 else parts[0]
         return whole.to(self.device, dtype or self.dtype, copy=True)
 
-    def put(self, module: nn.Module, parameter: str, tensor: Tensor, source: str) -> None:
+    def _checked(self, name: str, shape: Sequence[int]) -> Tensor:
+        tensor = self.checkpoint.take(name)
+        if list(tensor.shape) != list(shape):
+            raise CheckpointError(f"{name} has shape {list(tensor.shape)}, the config asks for {list(shape)}")
+        return tensor
+
+    def put(self, module: nn.Module, parameter: str, tensor: Tensor) -> None:
         place = getattr(module, parameter)
-        if place.shape != tensor.shape:
-            raise CheckpointError(f"{source} has shape {list(tensor.shape)}, the config asks for {list(place.shape)}")
-        assert place.is_meta, f"{source} is filled twice"
+        assert place.shape == tensor.shape, f"{parameter} of shape {list(tensor.shape)} into {list(place.shape)}"
+        assert place.is_meta, f"{parameter} is filled twice"
         setattr(module, parameter, nn.Parameter(tensor, requires_grad=False))
 
-    def fill(self, module: nn.Module, *names: str, dtype: torch.dtype | None = None) -> None:
-        """module.weight from the named tensors (stacked by rows); a Linear is packed at once."""
-        self.put(module, "weight", self.take(*names, dtype=dtype), names[0])
+    def fill(
+        self, module: nn.Module, *names: str, rows: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """module.weight from the named tensors, one below the other: `rows` of each, None for equal shares. A Linear is
+        packed at once."""
+        shape = module.weight.shape
+        heights = rows or [shape[0] // len(names)] * len(names)
+        shapes = {name: (height, *shape[1:]) for name, height in zip(names, heights, strict=True)}
+        self.put(module, "weight", self.take(shapes, dtype=dtype))
         if isinstance(module, Linear):
             module.pack()
 
@@ -145,54 +157,66 @@ class Filler:
 
 
 def _fill_attention(fill: Filler, attention: LatentAttention, prefix: str) -> None:
-    if attention.q_rank is None:
-        fill.fill(attention.qkv_a, f"{prefix}.q_proj.weight", f"{prefix}.kv_a_proj_with_mqa.weight")
-    else:
-        fill.fill(attention.qkv_a, f"{prefix}.q_a_proj.weight", f"{prefix}.kv_a_proj_with_mqa.weight")
+    query = "q_proj" if attention.q_rank is None else "q_a_proj"
+    names = [f"{prefix}.{query}.weight", f"{prefix}.kv_a_proj_with_mqa.weight"]
+    fill.fill(attention.qkv_a, *names, rows=[attention.qkv_a_q_width, attention.rank + attention.rope])
+    if attention.q_rank is not None:
         fill.fill(attention.q_a_norm, f"{prefix}.q_a_layernorm.weight")
         fill.fill(attention.q_b, f"{prefix}.q_b_proj.weight")
     fill.fill(attention.kv_a_norm, f"{prefix}.kv_a_layernorm.weight")
-    name = f"{prefix}.kv_b_proj.weight"
-    kv_b = fill.take(name)
-    expected = [attention.num_heads * (attention.nope + attention.value), attention.rank]
-    if list(kv_b.shape) != expected:
-        raise CheckpointError(f"{name} has shape {list(kv_b.shape)}, the config asks for {expected}")
-    w_uk, w_uv = kv_b.unflatten(0, (attention.num_heads, -1)).split((attention.nope, attention.value), dim=1)
-    fill.put(attention, "w_uk", w_uk.contiguous(), name)
-    fill.put(attention, "w_uv", w_uv.transpose(1, 2).contiguous(), name)
+    widths = (attention.nope, attention.value)
+    kv_b = fill.take({f"{prefix}.kv_b_proj.weight": (attention.num_heads * sum(widths), attention.rank)})
+    w_uk, w_uv = kv_b.unflatten(0, (attention.num_heads, -1)).split(widths, dim=1)
+    fill.put(attention, "w_uk", w_uk.contiguous())
+    fill.put(attention, "w_uv", w_uv.transpose(1, 2).contiguous())
     fill.fill(attention.o, f"{prefix}.o_proj.weight")
 
 
-def _expert_linear(fill: Filler, names: list[str], shape: tuple[int, int]) -> nn.Module:
-    """One product of an expert from its published names, INT4 exactly when the checkpoint has `weight_packed`."""
-    if f"{names[0]}.weight_packed" not in fill.checkpoint:
-        with torch.device("meta"):
-            linear = Linear(shape[1], shape[0])
-        fill.fill(linear, *[f"{name}.weight" for name in names])
-        return linear
-    fill.checkpoint.drop(lambda name: name in {f"{n}.weight_shape" for n in names})
-    for name in names:
-        for suffix in ("weight_zero_point", "weight_g_idx"):
-            if f"{name}.{suffix}" in fill.checkpoint:
-                raise CheckpointError(f"{name}.{suffix}: only symmetric INT4 without activation order is supported")
-    packed = fill.take(*[f"{name}.weight_packed" for name in names], dtype=torch.int32)
-    scale = fill.take(*[f"{name}.weight_scale" for name in names])
-    if packed.shape[0] != shape[0] or packed.shape[1] * 8 != shape[1] or shape[1] % scale.shape[1]:
+def _expert_linear(fill: Filler, names: list[str], rows: int, width: int) -> nn.Module:
+    """One product [rows, width] of an expert from its published names, INT4 exactly when the checkpoint has
+    `weight_packed`."""
+    if f"{names[0]}.weight_packed" in fill.checkpoint:
+        return _int4_linear(fill, names, rows // len(names), width)
+    with torch.device("meta"):
+        linear = Linear(width, rows)
+    fill.fill(linear, *[f"{name}.weight" for name in names])
+    return linear
+
+
+def _int4_linear(fill: Filler, names: list[str], height: int, width: int) -> Int4Linear:
+    """The packed weights [height, width] of each name, one below the other."""
+    group = fill.group_size
+    if group is None or width % group or width % WORD:
         raise CheckpointError(
-            f"{names[0]}: packed {list(packed.shape)} and scale {list(scale.shape)} don't fit a weight of {list(shape)}"
+            f"{names[0]}.weight_packed: config.json states group_size={group}, which must divide the {width} columns"
         )
+    for name in names:
+        _check_plain_int4(fill.checkpoint, f"{name}.weight", [height, width])
+    packed = fill.take({f"{name}.weight_packed": (height, width // WORD) for name in names}, dtype=torch.int32)
+    scale = fill.take({f"{name}.weight_scale": (height, width // group) for name in names})
     return Int4Linear(packed, scale, fill.dtype)
+
+
+def _check_plain_int4(checkpoint: Checkpoint, name: str, shape: list[int]) -> None:
+    """Refuse what would change the weight: zero points, activation order, a stated shape that is not the config's."""
+    for suffix in ("zero_point", "g_idx"):
+        if f"{name}_{suffix}" in checkpoint:
+            raise CheckpointError(f"{name}_{suffix}: only symmetric INT4 without activation order is supported")
+    if f"{name}_shape" in checkpoint:
+        stated = checkpoint.take(f"{name}_shape").tolist()
+        if stated != shape:
+            raise CheckpointError(f"{name}_shape says {stated}, the config asks for {shape}")
 
 
 def _fill_experts(fill: Filler, moe: MixtureOfExperts, config: TargetConfig, prefix: str) -> None:
     fill.fill(moe.router, f"{prefix}.gate.weight", dtype=torch.float32)
     bias = f"{prefix}.gate.e_score_correction_bias"
-    fill.put(moe.router, "e_score_correction_bias", fill.take(bias, dtype=torch.float32), bias)
+    fill.put(moe.router, "e_score_correction_bias", fill.take({bias: (config.n_routed_experts,)}, dtype=torch.float32))
     width, inner = config.hidden_size, config.moe_intermediate_size
     for e in range(config.n_routed_experts):
         name = f"{prefix}.experts.{e}"
-        gate_up = _expert_linear(fill, [f"{name}.gate_proj", f"{name}.up_proj"], (2 * inner, width))
-        moe.experts.append(Expert(gate_up, _expert_linear(fill, [f"{name}.down_proj"], (width, inner))))
+        gate_up = _expert_linear(fill, [f"{name}.gate_proj", f"{name}.up_proj"], 2 * inner, width)
+        moe.experts.append(Expert(gate_up, _expert_linear(fill, [f"{name}.down_proj"], width, inner)))
     if moe.shared is not None:
         fill.swiglu(moe.shared, f"{prefix}.shared_experts")
 
@@ -235,12 +259,12 @@ def load_target(
     None takes the config's limit. Raises ConfigError or CheckpointError naming what is wrong."""
     config = target_config(read_json(directory / "config.json"))
     checkpoint = Checkpoint(directory)
-    fill = Filler(checkpoint, dtype or getattr(torch, config.dtype), device or torch.device("cpu"))
+    fill = Filler(checkpoint, dtype or getattr(torch, config.dtype), device or torch.device("cpu"), config.quantization)
     report = progress or (lambda done, total: None)
     with torch.device("meta"):
         target = Target(config)
     checkpoint.drop(_beyond(config))
-    fill.put(target, "embed_tokens", fill.take("model.embed_tokens.weight"), "model.embed_tokens.weight")
+    fill.put(target, "embed_tokens", fill.take({"model.embed_tokens.weight": target.embed_tokens.shape}))
     for index, block in enumerate(target.layers):
         _fill_block(fill, block, config, f"model.layers.{index}")
         checkpoint.release()
@@ -248,7 +272,7 @@ def load_target(
     fill.fill(target.norm, "model.norm.weight")
     if config.tie_word_embeddings:
         checkpoint.drop(lambda name: name == "lm_head.weight")
-        fill.put(target.lm_head, "weight", target.embed_tokens.detach().clone(), "model.embed_tokens.weight")
+        fill.put(target.lm_head, "weight", target.embed_tokens.detach().clone())
         target.lm_head.pack()
     else:
         fill.fill(target.lm_head, "lm_head.weight")
@@ -260,48 +284,22 @@ def load_target(
     return target.eval()
 
 
-def drafter_config(config: dict[str, Any]) -> DrafterConfig:
-    """Parse the config.json of a drafter that states its boundaries. Raises ConfigError for missing fields."""
-    known = {name: config[name] for name in DrafterConfig.__dataclass_fields__ if name in config}
-    if "boundaries" not in known:
-        raise CheckpointError("the drafter's config.json names no `boundaries`: state which target states it reads")
-    known["boundaries"] = tuple(known["boundaries"])
-    try:
-        return DrafterConfig(**known)
-    except TypeError as error:
-        raise CheckpointError(f"the drafter's config.json is incomplete: {error}") from None
-
-
-def _check_d2t(target_ids: Tensor, vocab_size: int) -> None:
-    """arange + d2t must be strictly increasing and inside the target's vocabulary (facts of every trainer that writes
-    offsets; absolute ids or arange fail here)."""
-    if target_ids[0] < 0 or target_ids[-1] >= vocab_size or not bool((target_ids.diff() > 0).all()):
-        raise CheckpointError(
-            f"d2t is not a table of offsets: arange + d2t must rise strictly within 0..{vocab_size - 1}, "
-            f"got {target_ids[:3].tolist()}..{target_ids[-3:].tolist()}"
-        )
-
-
 def _target_ids(checkpoint: Checkpoint, config: DrafterConfig) -> Tensor:
+    """[draft_vocab_size] int64: the target's id of each draft id, arange + d2t. A wrong table costs speed and nothing
+    else, so nobody would notice it: absolute ids, an arange or zeros in place of offsets are told by t2d, which names
+    the same tokens the other way round."""
     ids = torch.arange(config.draft_vocab_size)
-    if "d2t" not in checkpoint:
-        if config.draft_vocab_size != config.vocab_size:
-            raise CheckpointError(
-                f"no tensor d2t, but draft_vocab_size={config.draft_vocab_size} is reduced: it is needed"
-            )
+    if config.draft_vocab_size == config.vocab_size and "d2t" not in checkpoint:
         return ids
-    d2t = checkpoint.take("d2t").to(torch.int64)
+    d2t, t2d = checkpoint.take("d2t").to(torch.int64), checkpoint.take("t2d").bool()
     if d2t.shape != ids.shape:
+        raise CheckpointError(f"d2t has shape {list(d2t.shape)}, the config asks for {list(ids.shape)}")
+    if t2d.shape != (config.vocab_size,) or not torch.equal(t2d.nonzero().flatten(), ids + d2t):
         raise CheckpointError(
-            f"d2t has shape {list(d2t.shape)}, draft_vocab_size={config.draft_vocab_size} asks for it to match"
+            f"d2t and t2d disagree: arange + d2t must be the {int(t2d.sum())} tokens that t2d marks, in order, "
+            f"but d2t starts {d2t[:3].tolist()} and t2d marks {t2d.nonzero().flatten()[:3].tolist()}"
         )
-    ids = ids + d2t
-    _check_d2t(ids, config.vocab_size)
-    if "t2d" in checkpoint:
-        mask = checkpoint.take("t2d").bool()
-        if mask.shape[0] != config.vocab_size or not torch.equal(mask.nonzero().flatten(), ids):
-            raise CheckpointError("t2d and d2t name different tokens: one of them belongs to another drafter")
-    return ids
+    return ids + d2t
 
 
 def load_drafter(
@@ -316,7 +314,7 @@ def load_drafter(
         drafter = Drafter(config)
     fill_drafter(fill, drafter)
     if config.own_embeddings:
-        drafter.embed_tokens = fill.take("embed_tokens.weight")
+        drafter.embed_tokens = fill.take({"embed_tokens.weight": (config.vocab_size, config.hidden_size)})
     else:
         drafter.embed_tokens = target.embed_tokens.detach()
     drafter.target_ids = _target_ids(checkpoint, config).to(target.device)
@@ -338,7 +336,9 @@ def fill_drafter(fill: Filler, drafter: Drafter) -> None:
     fill.fill(drafter.fc, "fc.weight")
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         fill.fill(getattr(layer, name), f"midlayer.{name}.weight")
-    fill.fill(layer.qkv, *[f"midlayer.self_attn.{p}_proj.weight" for p in "qkv"])
+    heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+    names = [f"midlayer.self_attn.{p}_proj.weight" for p in "qkv"]
+    fill.fill(layer.qkv, *names, rows=[n * layer.head_dim for n in heads])
     fill.fill(layer.o, "midlayer.self_attn.o_proj.weight")
     fill.swiglu(layer.mlp, "midlayer.mlp")
     fill.fill(drafter.norm, "norm.weight")
@@ -358,5 +358,5 @@ def _check_fits(drafter: DrafterConfig, target: TargetConfig) -> None:
     outside = [b for b in drafter.boundaries if not 0 <= b <= target.num_hidden_layers]
     if outside or len(set(drafter.boundaries)) != len(drafter.boundaries):
         raise CheckpointError(
-            f"boundaries={list(drafter.boundaries)} must be distinct and in 0..{target.num_hidden_layers} for this target"
+            f"boundaries={list(drafter.boundaries)} must be distinct and in 0..{target.num_hidden_layers} here"
         )
