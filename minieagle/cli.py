@@ -1,5 +1,5 @@
-"""The command line: `minieagle COMMAND`. Each command is a few lines over the Python API; options have one spelling here
-and the field's usual spellings as aliases."""
+"""The command line: `minieagle COMMAND`. Each command is a few lines over the Python API; the options that the field
+knows by other names have these as aliases."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.progress import TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from minieagle import serve
 from minieagle.compare import Comparison, compare
@@ -34,7 +41,7 @@ DEMO_PROMPTS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0 done, 1 a result that isn't as promised, 2 bad input, 130 interrupted."""
+    """Run one command; returns the exit status: 0 done, 1 not the promised result, 2 bad input, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["serve"]:
         return serve.main(arguments[1:])

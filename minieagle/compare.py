@@ -94,7 +94,7 @@ class Comparison:
 def compare(
     llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, *, show: Callable[[str], None] = lambda text: None
 ) -> Iterator[tuple[Run, Run]]:
-    """Yields (plain, speculative) per prompt, after one short warm-up of each kind; odd prompts run speculative first."""
+    """Yields (plain, speculative) per prompt, after a short warm-up of each; odd prompts run speculative first."""
     warm_up = SamplingParams(max_tokens=8)
     for spec in (False, True):
         run(llm, prompts[0], warm_up, spec=spec, show=lambda text: None)

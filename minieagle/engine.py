@@ -104,7 +104,8 @@ class Engine:
         self.max_context_tokens = self.config.max_context_tokens or target.config.max_position_embeddings
         if self.max_context_tokens > target.config.max_position_embeddings:
             raise ValueError(
-                f"max_context_tokens={self.max_context_tokens} exceeds the model's {target.config.max_position_embeddings}"
+                f"max_context_tokens={self.max_context_tokens} is beyond the model's "
+                f"{target.config.max_position_embeddings}: lower it"
             )
         self.boundaries = drafter.config.boundaries if drafter is not None else ()
         spare = draft_rows(self.config.shape) if drafter is not None else 1
@@ -150,8 +151,8 @@ class Engine:
         needed, there = self.scheduler.pages_for(sequence), self.scheduler.pool.num_pages
         if needed > there:
             raise RequestError(
-                f"prompt of {len(prompt)} tokens with max_tokens={params.max_tokens} needs {needed} cache pages, the cache "
-                f"has {there}: lower max_tokens or raise cache_tokens",
+                f"a prompt of {len(prompt)} tokens with max_tokens={params.max_tokens} needs {needed} cache pages, the "
+                f"cache has {there}: lower max_tokens or raise cache_tokens",
                 param="max_tokens",
             )
         self._next_id += 1

@@ -1,8 +1,8 @@
 """`minieagle quantize SRC DST`: routed experts to INT4, everything else as it is, in the layout other engines read.
 
 Writes compressed-tensors `pack-quantized` as Kimi-K2.5 ships it (see models/int4.py): per expert product
-`weight_packed`, `weight_scale`, `weight_shape`, and the `quantization_config` that names what was left alone. Works file
-by file, so memory peaks at one output file.
+`weight_packed`, `weight_scale`, `weight_shape`, and the `quantization_config` that names what was left alone. Works
+file by file, so memory peaks at one output file.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def quantized(name: str, weight: Tensor, group_size: int) -> dict[str, Tensor]:
     isn't a whole number of groups."""
     if weight.shape[1] % group_size:
         raise ModelError(
-            f"{name}: {weight.shape[1]} input columns are no multiple of group_size={group_size}: pass a group size that divides them"
+            f"{name}: {weight.shape[1]} input columns are no multiple of group_size={group_size}: pass one that divides "
+            "them"
         )
     codes, scale = quantize(weight, group_size)
     shape = torch.tensor(weight.shape, dtype=torch.int32)

@@ -357,8 +357,8 @@ class Trainer:
         changed = sorted(name for name in now if before.get(name) != now[name])
         if changed:
             raise TrainingError(
-                f"{path} was trained with {changed[0]}={before.get(changed[0])!r}, now {now[changed[0]]!r} is asked for: "
-                "go on with the same options or train into a new directory"
+                f"{path} was trained with {changed[0]}={before.get(changed[0])!r}, now {now[changed[0]]!r} is asked "
+                "for: go on with the same options or train into a new directory"
             )
         return tensors
 

@@ -1,4 +1,4 @@
-"""The offline score of a drafter: tokens per step over a text that the target wrote greedily, without decoding it again.
+"""The offline score of a drafter: tokens per step over a text that the target wrote greedily, without decoding again.
 
 Online, rounds do not start at uniformly drawn positions but where the last round ended. So the score walks: a chain is
 drafted at every position, from the same committed caches and by the same functions as in use; then t goes to

@@ -1,0 +1,107 @@
+"""The Python API on the embedded model."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import minieagle
+from minieagle import LLM, ModelError, RequestError, SamplingParams
+from minieagle.spec.tree import ShapeError
+from tests.embedded import MESSAGES
+
+CHAT = [{"role": "user", "content": MESSAGES[0]}]
+
+
+@cache
+def llm() -> LLM:
+    return LLM(tree="dynamic:4,3,8")
+
+
+def test_generate_takes_every_form_of_prompt() -> None:
+    text = llm().generate("User: Hello", max_tokens=5)
+    ids = llm().generate(llm().tokenizer.encode("User: Hello"), max_tokens=5)
+    assert text.token_ids == ids.token_ids
+    assert llm().generate(CHAT, max_tokens=5).token_ids == llm().chat(CHAT, max_tokens=5).token_ids
+    both = llm().generate(["User: Hello", CHAT], max_tokens=5)
+    assert [r.token_ids for r in both] == [text.token_ids, llm().chat(CHAT, max_tokens=5).token_ids]
+
+
+def test_module_level_generate_is_the_embedded_model() -> None:
+    with_spec = minieagle.generate([CHAT], max_tokens=20)[0]
+    without = minieagle.generate([CHAT], spec=False, max_tokens=20)[0]
+    assert with_spec.token_ids == without.token_ids and with_spec.text
+    assert with_spec.stats.num_steps < without.stats.num_steps
+
+
+def test_stream_is_generate_in_pieces() -> None:
+    pieces = list(llm().stream(CHAT, max_tokens=30, logprobs=2))
+    whole = llm().chat(CHAT, max_tokens=30, logprobs=2)
+    assert "".join(p.text for p in pieces) == whole.text
+    assert tuple(t for p in pieces for t in p.token_ids) == whole.token_ids
+    assert len(whole.logprobs or ()) == len(whole.token_ids) and len((whole.logprobs or ())[0].top) == 2
+
+
+def test_an_abandoned_stream_frees_its_pages() -> None:
+    stream = llm().stream(CHAT, max_tokens=30)
+    next(stream)
+    stream.close()
+    pool = llm().engine.scheduler.pool
+    assert pool.num_free == pool.num_pages
+
+
+def test_a_bad_prompt_costs_only_itself() -> None:
+    good, empty, long, last = llm().generate([CHAT, "", "word " * 3000, CHAT], max_tokens=8)
+    assert good.token_ids == last.token_ids and good.error is None
+    assert (empty.finish_reason, long.finish_reason) == ("error", "error")
+    assert "empty" in str(empty.error) and "2048" in str(long.error)
+    with pytest.raises(RequestError, match="empty"):
+        llm().generate("")
+
+
+def test_same_seed_same_text_at_any_temperature() -> None:
+    one = llm().chat(CHAT, temperature=1.0, seed=3, max_tokens=30)
+    assert one.token_ids == llm().chat(CHAT, temperature=1.0, seed=3, max_tokens=30, spec=False).token_ids
+    assert one.token_ids != llm().chat(CHAT, temperature=1.0, seed=4, max_tokens=30).token_ids
+
+
+@pytest.mark.parametrize(("wrong", "words"), [({"temprature": 1}, "temprature"), ({"temperature": -1}, "temperature")])
+def test_bad_options_are_named(wrong: dict[str, float], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        llm().generate("a", **wrong)
+
+
+def test_params_and_fields_exclude_each_other() -> None:
+    with pytest.raises(RequestError, match="not both"):
+        llm().generate("a", SamplingParams(), temperature=0.5)
+
+
+def test_speculation_without_a_drafter_is_refused() -> None:
+    plain = LLM(spec=False)
+    assert plain.chat(CHAT, max_tokens=3).stats.num_steps == 2
+    with pytest.raises(RequestError, match="drafter"):
+        plain.chat(CHAT, spec=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"num_steps": 5}, ShapeError, "num_draft_tokens"),
+        ({"num_steps": 5, "topk": 1, "num_draft_tokens": 8}, ShapeError, "6"),
+        ({"tree": "chain:0"}, ShapeError, "num_steps"),
+        ({"tree": "chain:3", "num_steps": 3, "topk": 1, "num_draft_tokens": 4}, ShapeError, "one way"),
+        ({"tree": "chain:3", "spec": False}, ModelError, "drafter"),
+        ({"max_context_tokens": 4096}, ValueError, "2048"),
+        ({"page_sise": 4}, TypeError, "page_sise"),
+    ],
+)
+def test_bad_load_options_are_refused(options: dict[str, object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        LLM(**options)
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tokenizer.json"):
+        LLM(tmp_path)
