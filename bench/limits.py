@@ -50,8 +50,8 @@ NOTES = (
     "bytes per token: what one plain decode step reads; INT4 is codes and scales of the experts that one token uses",
     "measured: median step of the engine in plain decoding, sampling and bookkeeping included",
     "share of the limit: least time by bandwidth / measured time",
-    "verify pass: target forward over the rows and argmax of their logits, on the model's own sampled text after the context; "
-    "tree: each node has two children, the last level cut; medians over rounds, row counts interleaved",
+    "verify pass: target forward over the rows and argmax of their logits, on the model's own sampled text behind the "
+    "context; tree: each node has two children, the last level cut; medians over rounds, row counts interleaved",
     "experts a layer: distinct routed experts that the chain's rows use, mean over the layers; least: the pass's bytes "
     "with so many experts / bandwidth",
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,15 @@ def check_installed() -> None:
 
 
 def load(directory: Path, threads: int) -> None:
-    """Load the bf16 model once, with transformers' own defaults."""
+    """Load the bf16 model once, with transformers' own defaults (grouped experts, sdpa attention)."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     # a test extra that takes seconds to import: only this process needs it
     from transformers import DeepseekV3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     torch.set_num_threads(threads)
     _loaded.append(DeepseekV3ForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval())
 
