@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from minieagle.models.layers import ROW_TILE, pad_rows
 
 WORD = 8  # 4-bit codes in an int32
+NATIVE_ROWS = 64  # the native layout interleaves rows within blocks of 64
 
 
 def pack(codes: Tensor) -> Tensor:
@@ -52,6 +53,16 @@ def _native(out_features: int, group_size: int, device: torch.device) -> bool:
     return device.type == "cpu" and out_features % 16 == 0 and group_size in (32, 64, 128, 256)
 
 
+def _native_codes(packed: Tensor) -> Tensor:
+    """Packed words [out, in / 8] in the layout of PyTorch's product, [out, in / 2] uint8. Some rows at a time: unpacked
+    codes are 8 times as large, and blocks of that size amid lasting ones would leave holes that peak memory pays for."""
+    codes = torch.empty(packed.shape[0], packed.shape[1] * WORD // 2, dtype=torch.uint8)
+    for start in range(0, packed.shape[0], NATIVE_ROWS):
+        rows = slice(start, start + NATIVE_ROWS)
+        codes[rows] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack(packed[rows]) + 8, 1)
+    return codes
+
+
 class Int4Linear(nn.Module):
     """x [T, in] -> [T, out] with a 4-bit weight. A row's bits don't depend on T."""
 
@@ -61,9 +72,8 @@ class Int4Linear(nn.Module):
         self.group_size = packed.shape[1] * WORD // scale.shape[1]
         self.native = native and _native(self.out_features, self.group_size, packed.device)
         if self.native:
-            codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack(packed) + 8, 1)
+            self.codes = _native_codes(packed)
             columns = scale.to(dtype).t()
-            self.codes = codes
             self.scale = torch.stack((columns, torch.zeros_like(columns)), dim=-1).contiguous()
         else:
             self.codes, self.scale = packed.clone(), scale.clone()

@@ -6,7 +6,9 @@ layer. Published names are those of DeepSeek-V3 (target) and of the official EAG
 
 from __future__ import annotations
 
+import ctypes
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,8 +126,8 @@ class Filler:
     def take(self, shapes: Mapping[str, Sequence[int]], *, dtype: torch.dtype | None = None) -> Tensor:
         """The named tensors, each of the shape given, one below the other, copied out of the mapping."""
         parts = [self._checked(name, shape) for name, shape in shapes.items()]
-        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return whole.to(self.device, dtype or self.dtype, copy=True)
+        whole = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+        return whole.to(self.device, dtype or self.dtype)
 
     def _checked(self, name: str, shape: Sequence[int]) -> Tensor:
         tensor = self.checkpoint.take(name)
@@ -231,6 +233,15 @@ def _fill_block(fill: Filler, block: Block, config: TargetConfig, prefix: str) -
         fill.swiglu(block.feed_forward, f"{prefix}.mlp")
 
 
+def _give_back_memory() -> None:
+    """Return freed memory to the system. Temporaries of loading leave holes between lasting tensors, which glibc keeps:
+    for INT4 experts as much again as the model itself."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+        if trim is not None:
+            trim(0)
+
+
 def _check_filled(model: nn.Module, directory: Path) -> None:
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if empty:
@@ -268,6 +279,7 @@ def load_target(
     for index, block in enumerate(target.layers):
         _fill_block(fill, block, config, f"model.layers.{index}")
         checkpoint.release()
+        _give_back_memory()
         report(checkpoint.taken_bytes, checkpoint.total_bytes)
     fill.fill(target.norm, "model.norm.weight")
     if config.tie_word_embeddings:

@@ -83,8 +83,9 @@ def save_target(directory: Path, seed: int = 0, *, dtype: torch.dtype = torch.fl
     # Not `.to(dtype)`: that would round the router's bias and the rotary frequencies too.
     keep = {name for name, _ in model.named_buffers()}
     tensors = {n: t.to(dtype) if n not in keep else t for n, t in model.state_dict().items()}
-    model.config.dtype = dtype
     model.save_pretrained(directory, state_dict=tensors)
+    config = json.loads((directory / "config.json").read_text())  # says float32, the dtype of the model in memory
+    (directory / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
     return directory
 
 

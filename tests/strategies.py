@@ -91,7 +91,9 @@ def near_blocks(draw: st.DrawFn, most_blocks: int = 2) -> int:
 
 def parents(most: int = 10) -> st.SearchStrategy[list[int]]:
     """A tree as each node's parent, the root first."""
-    return st.lists(st.integers(0, 2**16), max_size=most - 1).map(lambda draws: [-1, *[d % (i + 1) for i, d in enumerate(draws)]])
+    return st.lists(st.integers(0, 2**16), max_size=most - 1).map(
+        lambda draws: [-1, *[d % (i + 1) for i, d in enumerate(draws)]]
+    )
 
 
 def path(tree: list[int], node: int) -> list[int]:
@@ -131,7 +133,9 @@ class Run:
         self.cache: PagedCache = target.new_cache(int(self.slots.max()) + 1)
         self.committed = 0
 
-    def forward(self, token_ids: Tensor, tree: list[int] | None = None, boundaries: tuple[int, ...] = ()) -> TargetOutput:
+    def forward(
+        self, token_ids: Tensor, tree: list[int] | None = None, boundaries: tuple[int, ...] = ()
+    ) -> TargetOutput:
         """A chunk, which is committed, or a tree, which is not."""
         table = None if tree is None else ancestors(tree)
         span = Span(self.slots, self.committed, token_ids.shape[0], table)

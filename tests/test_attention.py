@@ -84,7 +84,9 @@ def test_every_row_attends_to_its_ancestors(
     spans = [drawn_span(c, tree, n, s) for (c, tree, _), n, s in zip(drawn, num, parts, strict=True)]
     store = Store(layout, int(pool.max()) + 1, seed)
     got = store.attend(*spans)
-    wanted = [store.naive(visible(s, d[1], row)) for s, d in zip(spans, drawn, strict=True) for row in range(s.num_rows)]
+    wanted = [
+        store.naive(visible(s, d[1], row)) for s, d in zip(spans, drawn, strict=True) for row in range(s.num_rows)
+    ]
     torch.testing.assert_close(got.double(), torch.stack(wanted), atol=1e-5, rtol=0)
 
 
@@ -156,7 +158,9 @@ def in_one_product(weights: Tensor, values: Tensor) -> Tensor:
 
 def last_block_first(weights: Tensor, values: Tensor) -> Tensor:
     """In the chain the newest block comes first; in the tree the shared blocks come first."""
-    parts = [weights[..., i : i + KEY_BLOCK] @ values[:, i : i + KEY_BLOCK] for i in range(0, values.shape[1], KEY_BLOCK)]
+    parts = [
+        weights[..., i : i + KEY_BLOCK] @ values[:, i : i + KEY_BLOCK] for i in range(0, values.shape[1], KEY_BLOCK)
+    ]
     total = parts[-1]
     for part in reversed(parts[:-1]):
         total = total + part

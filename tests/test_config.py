@@ -22,7 +22,15 @@ from minieagle.quantize import quantization_config
 from tests.oracles import TINY
 
 REQUIRED = sorted(
-    {"vocab_size", "hidden_size", "num_hidden_layers", "kv_lora_rank", "v_head_dim", "n_routed_experts", "n_shared_experts"}
+    {
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "kv_lora_rank",
+        "v_head_dim",
+        "n_routed_experts",
+        "n_shared_experts",
+    }
     | {"num_experts_per_tok", "routed_scaling_factor", "first_k_dense_replace", "max_position_embeddings"}
 )
 DRAFTER = DrafterConfig(
@@ -42,7 +50,12 @@ DRAFTER = DrafterConfig(
 def test_published_fields_are_read() -> None:
     config = target_config(TINY)
     assert (config.qk_head_dim, config.latent_width, config.n_group, config.topk_group) == (32, 48, 4, 2)
-    assert (config.rms_norm_eps, config.lora_norm_eps, config.dtype, config.quantization) == (1e-3, 1e-6, "bfloat16", None)
+    assert (config.rms_norm_eps, config.lora_norm_eps, config.dtype, config.quantization) == (
+        1e-3,
+        1e-6,
+        "bfloat16",
+        None,
+    )
     assert config.yarn == Yarn(factor=8.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=1.0)
 
 
@@ -139,7 +152,14 @@ def test_group_size_is_read() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("num_bits", 8), ("type", "float"), ("symmetric", False), ("strategy", "channel"), ("actorder", "group"), ("group_size", None)],
+    [
+        ("num_bits", 8),
+        ("type", "float"),
+        ("symmetric", False),
+        ("strategy", "channel"),
+        ("actorder", "group"),
+        ("group_size", None),
+    ],
 )
 def test_other_quantization_is_refused(name: str, value: Any) -> None:
     described = quantization_config(32)
@@ -151,7 +171,12 @@ def test_other_quantization_is_refused(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "described", [{"quant_method": "fp8"}, quantization_config(32) | {"config_groups": {}}, quantization_config(32) | {"format": "dense"}]
+    "described",
+    [
+        {"quant_method": "fp8"},
+        quantization_config(32) | {"config_groups": {}},
+        quantization_config(32) | {"format": "dense"},
+    ],
 )
 def test_other_formats_are_refused(described: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="quantization"):

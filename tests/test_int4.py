@@ -12,7 +12,16 @@ from tests.oracles import dequantised, nibbles
 from tests.strategies import SEEDS, splits
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
-WORKED = [-0.10400390625, -0.0908203125, -0.01300048828125, 0, 0.01300048828125, 0.0260009765625, 0.078125, 0.0908203125]
+WORKED = [
+    -0.10400390625,
+    -0.0908203125,
+    -0.01300048828125,
+    0,
+    0.01300048828125,
+    0.0260009765625,
+    0.078125,
+    0.0908203125,
+]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +69,9 @@ def test_quantising_is_off_by_half_a_step(rows: int, groups: int, size: int, dty
     codes, scale = quantize(weight, size)
     steps = scale.float().repeat_interleave(size, dim=1)
     assert scale.dtype == dtype and codes.abs().max() >= 7
-    torch.testing.assert_close(scale.float(), weight.float().unflatten(1, (-1, size)).abs().amax(-1) / 7.5, atol=0, rtol=4e-3)
+    torch.testing.assert_close(
+        scale.float(), weight.float().unflatten(1, (-1, size)).abs().amax(-1) / 7.5, atol=0, rtol=4e-3
+    )
     assert bool(((codes * steps - weight.float()).abs() <= steps * 0.532).all())
 
 
@@ -121,7 +132,9 @@ def test_native_bfloat16_product_is_within_its_roundings(shape: tuple[int, int, 
 
 
 @given(OTHER, st.integers(1, 20), DTYPES, SEEDS)
-def test_other_shapes_take_the_reference_path(shape: tuple[int, int, int], num: int, dtype: torch.dtype, seed: int) -> None:
+def test_other_shapes_take_the_reference_path(
+    shape: tuple[int, int, int], num: int, dtype: torch.dtype, seed: int
+) -> None:
     linear, x, wanted = product(shape, num, seed, dtype)
     assert not linear.native
     tolerance = 1e-4 if dtype == torch.float32 else 2.0**-6 * float(wanted.abs().max())
@@ -138,7 +151,9 @@ def test_native_and_reference_agree(shape: tuple[int, int, int], num: int, dtype
 
 
 @given(NATIVE | OTHER, splits(40), DTYPES, SEEDS)
-def test_rows_keep_their_bits_in_any_batch(shape: tuple[int, int, int], sizes: list[int], dtype: torch.dtype, seed: int) -> None:
+def test_rows_keep_their_bits_in_any_batch(
+    shape: tuple[int, int, int], sizes: list[int], dtype: torch.dtype, seed: int
+) -> None:
     linear, x, _ = product(shape, 40, seed, dtype)
     assert torch.equal(torch.cat([linear(part) for part in x.split(sizes)]), linear(x))
 

@@ -109,4 +109,6 @@ def test_angles_stay_float32_for_bfloat16_rows() -> None:
     """Position 4001 is no bfloat16 number; rounding it would turn the first pair by a radian and more."""
     x = torch.tensor([[[1.0, 0.0]]], dtype=torch.bfloat16)
     turned = rotate_interleaved(x, *RotaryTable(2, 10000.0, 4002).at(torch.tensor([4001])))
-    torch.testing.assert_close(turned.float().flatten(), torch.tensor([math.cos(4001), math.sin(4001)]), atol=4e-3, rtol=0)
+    torch.testing.assert_close(
+        turned.float().flatten(), torch.tensor([math.cos(4001), math.sin(4001)]), atol=4e-3, rtol=0
+    )

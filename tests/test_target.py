@@ -105,7 +105,9 @@ def test_each_norm_has_its_own_epsilon(wrong: dict[str, float], tmp_path: Path) 
     token_ids = tokens(NUM_TOKENS, 0)
     wanted = Oracle(tmp_path).run(token_ids.tolist()).logits
     config = (tmp_path / "config.json").read_text().replace("{", "{" + f'"{[*wrong][0]}": {[*wrong.values()][0]}, ', 1)
-    (tmp_path / "config.json").write_text(config.replace('"rms_norm_eps": 0.001', '"x": 0') if "rms_norm_eps" in wrong else config)
+    (tmp_path / "config.json").write_text(
+        config.replace('"rms_norm_eps": 0.001', '"x": 0') if "rms_norm_eps" in wrong else config
+    )
     got = Run(load_target(tmp_path), NUM_TOKENS).forward(token_ids).logits
     assert (got - wanted).abs().max() > CLOSE["atol"]
 
@@ -212,7 +214,10 @@ def test_kept_rows_continue_as_if_never_drafted(
     load: Load, committed: int, tree: list[int], seed: int, data: st.DataObject
 ) -> None:
     """prefill, tree, keep one path, decode on: the bits of plain decoding over the same text."""
-    token_ids, accepted = tokens(committed + len(tree) + 1, seed), path(tree, data.draw(st.sampled_from(range(len(tree)))))
+    token_ids, accepted = (
+        tokens(committed + len(tree) + 1, seed),
+        path(tree, data.draw(st.sampled_from(range(len(tree))))),
+    )
     run = Run(load(), committed + len(tree) + 1, seed=seed)
     run.forward(token_ids[:committed])
     run.forward(token_ids[committed:-1], tree)
