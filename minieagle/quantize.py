@@ -22,6 +22,7 @@ from torch import Tensor
 from minieagle.errors import ModelError
 from minieagle.models.config import read_json, target_config
 from minieagle.models.int4 import pack, quantize
+from minieagle.models.weights import Checkpoint
 
 _ROUTED = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "MODEL_CARD.md")
@@ -61,8 +62,8 @@ def quantized(name: str, weight: Tensor, group_size: int) -> dict[str, Tensor]:
     isn't a whole number of groups."""
     if weight.shape[1] % group_size:
         raise ModelError(
-            f"{name}: {weight.shape[1]} input columns are no multiple of group_size={group_size}: pass one that divides "
-            "them"
+            f"{name}: {weight.shape[1]} input columns are no multiple of group_size={group_size}: "
+            "pass one that divides them"
         )
     codes, scale = quantize(weight, group_size)
     shape = torch.tensor(weight.shape, dtype=torch.int32)
@@ -87,9 +88,8 @@ def quantize_directory(
     config = read_json(source / "config.json")
     if target_config(config).quantization is not None:
         raise ModelError(f"{source} is quantised already: pass the unquantised model")
+    Checkpoint(source)  # refuses missing and damaged files before anything is written
     paths = sorted(source.glob("*.safetensors"))
-    if not paths:
-        raise ModelError(f"{source} holds no *.safetensors file: only safetensors weights are read")
     if group_size < 8 or group_size % 8:
         raise ModelError(f"group_size={group_size} must be a positive multiple of 8 (one packed word); 32 is usual")
     if target.exists() and any(target.iterdir()):

@@ -303,8 +303,9 @@ def drafter_config(config: Mapping[str, Any]) -> DrafterConfig:
     _refuse_unless(_FIXED_DRAFTER, config, "the drafter's config.json")
     if not isinstance(config.get("boundaries"), list):
         raise ConfigError("the drafter's config.json lists no `boundaries`: state which target states it reads")
-    known = {name: config[name] for name in DrafterConfig.__dataclass_fields__ if name in config}
+    known: dict[str, Any] = {name: config[name] for name in DrafterConfig.__dataclass_fields__ if name in config}
+    known["boundaries"] = tuple(config["boundaries"])
     try:
-        return DrafterConfig(**known | {"boundaries": tuple(config["boundaries"])})
+        return DrafterConfig(**known)
     except TypeError as error:
         raise ConfigError(f"the drafter's config.json is incomplete: {error}") from None

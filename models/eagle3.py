@@ -78,6 +78,7 @@ class Drafter(nn.Module):
         self.lm_head = Linear(config.hidden_size, config.draft_vocab_size)
         self.embed_tokens: Tensor
         self.rotary: RotaryTable
+        self.target_ids: Tensor
         self.register_buffer("target_ids", torch.empty(config.draft_vocab_size, dtype=torch.int64), persistent=False)
 
     def new_cache(self, num_slots: int) -> PagedCache:

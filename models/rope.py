@@ -60,6 +60,8 @@ class RotaryTable(torch.nn.Module):
         super().__init__()
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(dim, theta, yarn))
         scale = cos_sin_scale(yarn)
+        self.cos: Tensor
+        self.sin: Tensor
         self.register_buffer("cos", angles.cos() * scale, persistent=False)
         self.register_buffer("sin", angles.sin() * scale, persistent=False)
 

@@ -2,12 +2,13 @@
 
 The target's oracle is transformers' DeepSeek-V3: tiny random models saved by its own `save_pretrained`, hence under the
 published names. Norms and router biases are drawn anew, since they start at 1 and 0 and would hide a missing one. The
-drafter's oracle restates the published EAGLE-3 formulas in float64, one plain product at a time. The INT4 oracle unpacks
-nibbles with Python integers.
+drafter's oracle restates the published EAGLE-3 formulas in float64, one plain product at a time. The INT4 oracle
+unpacks nibbles with Python integers.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -78,7 +79,7 @@ def save_target(directory: Path, seed: int = 0, *, dtype: torch.dtype = torch.fl
     """Write a random DeepSeek-V3 of the TINY shape with `changes`, as transformers saves it; returns the directory."""
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
-        model = DeepseekV3ForCausalLM(DeepseekV3Config(**(TINY | changes)))
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**copy.deepcopy(TINY | changes)))
         _randomise(model)
     # Not `.to(dtype)`: that would round the router's bias and the rotary frequencies too.
     keep = {name for name, _ in model.named_buffers()}
@@ -135,7 +136,7 @@ def nibbles(word: int) -> list[int]:
 
 
 def dequantised(packed: Tensor, scale: Tensor) -> Tensor:
-    """float32 weight [out, in] of packed words [out, in / 8] and scales [out, groups]: code times scale, no rounding."""
+    """float32 weight [out, in] of packed words [out, in / 8] and scales [out, groups]: code times scale, unrounded."""
     rows = [[code for word in row for code in nibbles(word)] for row in packed.tolist()]
     codes = torch.tensor(rows, dtype=torch.float32)
     return codes * scale.float().repeat_interleave(codes.shape[1] // scale.shape[1], dim=1)
@@ -274,20 +275,12 @@ class PlainDrafter:
         normed = self._norm(y, "norm")
         return self._times(normed, "lm_head"), normed if self.config["norm_output"] else y
 
-    def run(self, tokens: Iterable[int], captured: Tensor, num_steps: int) -> tuple[Tensor, list[int]]:
-        """Rows of committed text, then num_steps greedy draft steps: logits [rows + num_steps, draft vocab] and the
-        drafted tokens as draft ids."""
-        logits: list[Tensor] = []
-        state = captured.new_zeros(0)
+    def run(self, tokens: Iterable[int], captured: Tensor) -> Tensor:
+        """Logits [len(tokens), draft vocab]: rows that the target has run take its captured boundaries, later ones (the
+        draft steps) the state of the row before."""
+        logits, state = list[Tensor](), captured.new_zeros(0)
         for position, token in enumerate(tokens):
-            row, state = self.step(token, self.fuse(captured[position]), position)
+            known = position < len(captured)
+            row, state = self.step(token, self.fuse(captured[position]) if known else state, position)
             logits.append(row)
-        drafted: list[int] = []
-        for position in range(len(logits), len(logits) + num_steps):
-            drafted.append(int(logits[-1].argmax()))
-            token = drafted[-1] + int(self.offsets[drafted[-1]])
-            row, state = self.step(token, state, position)
-            logits.append(row)
-        return torch.stack(logits), drafted
-
-    offsets: Tensor
+        return torch.stack(logits)

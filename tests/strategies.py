@@ -14,7 +14,8 @@ from torch import Tensor
 import minieagle
 from minieagle.models.attention import KEY_BLOCK
 from minieagle.models.cache import PagedCache, PagePool
-from minieagle.models.deepseek import Target, TargetOutput
+from minieagle.models.deepseek import Block, Target, TargetOutput
+from minieagle.models.moe import Expert, MixtureOfExperts
 from minieagle.models.rows import Rows, Span
 from minieagle.models.weights import load_target
 from tests.oracles import save_target
@@ -118,6 +119,15 @@ def shuffled_slots(num_rows: int, page_size: int, seed: int) -> Tensor:
     pages = pool.allocate(pool.num_pages)
     order = torch.randperm(len(pages), generator=torch.Generator().manual_seed(seed))[: pool.pages_for(num_rows)]
     return pool.slots(tuple(pages[i] for i in order), torch.device("cpu"))
+
+
+def an_expert(target: Target) -> Expert:
+    """The first routed expert of the last layer."""
+    block = target.layers[-1]
+    assert isinstance(block, Block) and isinstance(block.feed_forward, MixtureOfExperts)
+    expert = block.feed_forward.experts[0]
+    assert isinstance(expert, Expert)
+    return expert
 
 
 def tokens(num: int, seed: int, vocab: int = 33) -> Tensor:

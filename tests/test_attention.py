@@ -36,7 +36,7 @@ LAYOUTS = st.sampled_from([MLA, GQA, ODD])
 
 
 class Store:
-    """A cache layer of random rows, and random queries keyed by slot so that a row's inputs never depend on its batch."""
+    """A cache layer of random rows, and random queries keyed by slot: a row's inputs never depend on its batch."""
 
     def __init__(self, layout: Layout, num_slots: int, seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)

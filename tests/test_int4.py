@@ -1,4 +1,4 @@
-"""INT4: the layout by worked examples, by Python integers and by the library that defined it; the products against it."""
+"""INT4: the layout by worked examples, by Python integers and by the library that defined it; products against both."""
 
 import pytest
 import torch

@@ -22,7 +22,7 @@ from minieagle.models.layers import Linear
 from minieagle.models.weights import CheckpointError, load_target
 from minieagle.quantize import quantize_directory
 from tests.oracles import Tensors, save_target
-from tests.strategies import Run, tokens
+from tests.strategies import Run, an_expert, tokens
 
 Change = Callable[[Tensors, str], None]
 KINDS = st.sampled_from(["plain", "int4"])
@@ -58,7 +58,7 @@ def names(kind: str) -> list[str]:
 @pytest.mark.parametrize("kind", ["plain", "int4"])
 def test_what_transformers_saves_loads(kind: str) -> None:
     target = load_changed(kind, lambda tensors: None)
-    assert isinstance(target.layers[1].feed_forward.experts[0].down, Linear if kind == "plain" else Int4Linear)
+    assert isinstance(an_expert(target).down, Linear if kind == "plain" else Int4Linear)
     assert not any(parameter.is_meta for parameter in target.parameters())
 
 
@@ -155,7 +155,7 @@ def test_int4_experts_may_come_without_a_stated_shape() -> None:
         for name in [name for name in tensors if name.endswith("weight_shape")]:
             del tensors[name]
 
-    assert isinstance(load_changed("int4", change).layers[1].feed_forward.experts[0].down, Int4Linear)
+    assert isinstance(an_expert(load_changed("int4", change)).down, Int4Linear)
 
 
 # ---- what may be there and is left out
