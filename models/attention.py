@@ -52,7 +52,7 @@ def _whole_blocks(num_keys: int) -> int:
 
 
 def _mask(allowed: Tensor) -> Tensor:
-    return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+    return torch.where(allowed, 0.0, float("-inf"))
 
 
 def _shared_keys(spans: list[Span], num_keys: list[int], last_seen: Tensor) -> Keys:
@@ -158,39 +158,43 @@ def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _attend_group(q: Tensor, cache: Tensor, group: Group, key_width: int, value_start: int) -> Tensor:
-    """q [B * n, H, D] -> [B * n, H, R]."""
-    num_heads, width = q.shape[1], q.shape[2]
+    """q [B * n, H, D] -> [B * n, H, R]: scores of the shared keys and of each row's own tail, one softmax over both."""
     b, n, k = group.num_spans, group.num_rows, cache.shape[1]
-    g = num_heads // k
+    g = q.shape[1] // k
 
-    def by_row(x: Tensor) -> Tensor:  # [B * K, n * G, R] -> [B * n * K, G, R]
+    def by_span(x: Tensor) -> Tensor:  # rows [B * n, K * G, ...] -> [B * K, n * G, ...]
+        return x.view(b, n, k, g, -1).transpose(1, 2).reshape(b * k, n * g, -1)
+
+    def by_row(x: Tensor) -> Tensor:  # [B * K, n * G, ...] -> rows [B * n * K, G, ...]
         return x.view(b, k, n, g, -1).transpose(1, 2).reshape(b * n * k, g, -1)
 
+    total = peak = None
     if group.shared is not None:
         shared = _gather(cache, group.shared.slots)
-        by_span = q.view(b, n, k, g, width).transpose(1, 2).reshape(b * k, n * g, width)
-        scores = _scores(by_span, shared[..., :key_width]).view(b, k, n, g, -1)
+        scores = _scores(by_span(q), shared[..., :key_width]).view(b, k, n, g, -1)
         scores = scores.add_(group.shared.mask[:, None, :, None]).view(b * k, n * g, -1)
         peak = scores.amax(-1, keepdim=True)
-    if group.tail is None:
-        total = _weighted_sum(scores.sub_(peak).exp_(), shared[..., value_start:])
-        return _normalised(by_row(total)).view(b * n, num_heads, -1)
+        if group.tail is None:
+            total = _weighted_sum(scores.sub_(peak).exp_(), shared[..., value_start:])
+            return _normalised(by_row(total)).view(q.shape[0], q.shape[1], -1)
 
+    assert group.tail is not None, "a group without keys"
     tail = _gather(cache, group.tail.slots.flatten(0, 1))
-    tail_scores = _scores(q.reshape(b * n * k, g, width), tail[..., :key_width]).view(b * n, k, g, -1)
-    tail_scores = tail_scores.add_(group.tail.mask.flatten(0, 1)[:, None, None]).view(b * n * k, g, -1)
-    tail_peak = tail_scores.amax(-1, keepdim=True)
-    if group.shared is None:
-        total = _weighted_sum(tail_scores.sub_(tail_peak).exp_(), tail[..., value_start:])
-        return _normalised(total).view(b * n, num_heads, -1)
-    tail_peak = torch.maximum(tail_peak, by_row(peak))
-    peak = tail_peak.view(b, n, k, g, 1).transpose(1, 2).reshape(b * k, n * g, 1)
-    total = by_row(_weighted_sum(scores.sub_(peak).exp_(), shared[..., value_start:]))
-    weights = tail_scores.sub_(tail_peak).exp_()
+    own = _scores(q.reshape(b * n * k, g, -1), tail[..., :key_width]).view(b * n, k, g, -1)
+    own = own.add_(group.tail.mask.flatten(0, 1)[:, None, None]).view(b * n * k, g, -1)
+    own_peak = own.amax(-1, keepdim=True)
+    if group.shared is not None:
+        assert peak is not None, "shared keys were scored above"
+        own_peak = torch.maximum(own_peak, by_row(peak))
+        weights = scores.sub_(by_span(own_peak.view(b * n, -1, 1))).exp_()
+        total = by_row(_weighted_sum(weights, shared[..., value_start:]))
+    weights = own.sub_(own_peak).exp_()
     for start in range(0, weights.shape[-1], KEY_BLOCK):
         block = slice(start, start + KEY_BLOCK)
-        total = total + _weighted_sum(weights[..., block], tail[:, block, value_start:])
-    return _normalised(total).view(b * n, num_heads, -1)
+        part = _weighted_sum(weights[..., block], tail[:, block, value_start:])
+        total = part if total is None else total + part
+    assert total is not None, "a tail has at least one block"
+    return _normalised(total).view(q.shape[0], q.shape[1], -1)
 
 
 def _normalised(total: Tensor) -> Tensor:

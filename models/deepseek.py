@@ -50,6 +50,8 @@ class Block(nn.Module):
         h = h + self.attention(self.input_norm(h), cos, sin, cache, self.index, slots, plan)
         return h + self.feed_forward(self.post_attention_norm(h))
 
+    __call__ = forward
+
 
 class Target(nn.Module):
     """The whole model. Weights are filled by models/weights.py."""

@@ -60,6 +60,8 @@ class DrafterLayer(nn.Module):
         h = (normed if self.norm_before_residual else state) + self.o(attention(q, k, v))
         return h + self.mlp(self.post_attention_layernorm(h))
 
+    __call__ = forward
+
 
 class Drafter(nn.Module):
     """Weights are filled by models/weights.py or by training; `embed_tokens` is the target's unless it has its own."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from minieagle.models.layers import ROW_TILE, pad_rows
 
 WORD = 8  # 4-bit codes in an int32
+_INT4_PRODUCT = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 NATIVE_ROWS = 64  # the native layout interleaves rows within blocks of 64
 
 
@@ -55,7 +56,7 @@ def _native(out_features: int, group_size: int, device: torch.device) -> bool:
 
 def _native_codes(packed: Tensor) -> Tensor:
     """Packed words [out, in / 8] in the layout of PyTorch's product, [out, in / 2] uint8. Some rows at a time: unpacked
-    codes are 8 times as large, and blocks of that size amid lasting ones would leave holes that peak memory pays for."""
+    codes are 8 times as large, and blocks of that size amid lasting ones leave holes that peak memory pays for."""
     codes = torch.empty(packed.shape[0], packed.shape[1] * WORD // 2, dtype=torch.uint8)
     for start in range(0, packed.shape[0], NATIVE_ROWS):
         rows = slice(start, start + NATIVE_ROWS)
@@ -84,8 +85,10 @@ class Int4Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.native:
-            return torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.codes, self.group_size, self.scale)
+            return _INT4_PRODUCT(x, self.codes, self.group_size, self.scale)
         weight = dequantize(self.codes, self.scale, x.dtype)
         if x.dtype == torch.float32 and x.shape[0] < ROW_TILE:
             return nn.functional.linear(pad_rows(x), weight)[: x.shape[0]]
         return nn.functional.linear(x, weight)
+
+    __call__ = forward

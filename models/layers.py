@@ -3,6 +3,8 @@
 bf16 matrix products on a CPU have that property as they are. fp32 ones switch kernels below a dozen rows, so few rows
 are padded to 16. Element-wise functions that treat a vector's tail by scalar code (exp, sigmoid) differ in the last
 bit between the two, so they too are given whole vectors.
+
+Layers have no hooks: `__call__ = forward` makes calling one a plain call, 1 us less, 140 times a token.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ROW_TILE = 16
+_PACKED_LINEAR = torch.ops.mkldnn._linear_pointwise.default
 
 
 def pad_rows(x: Tensor, multiple: int = ROW_TILE) -> Tensor:
@@ -21,7 +24,7 @@ def pad_rows(x: Tensor, multiple: int = ROW_TILE) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (arXiv 1910.07467): fp32 inside, cast to the input's dtype, then times the weight."""
+    """Root-mean-square norm (arXiv 1910.07467), in fp32 inside and rounded once to the input's dtype."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -29,9 +32,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(self.eps))
-        return normed.to(x.dtype) * self.weight
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    __call__ = forward
 
 
 class Linear(nn.Module):
@@ -58,10 +61,12 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:
-            return torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
+            return _PACKED_LINEAR(x, self.packed, None, "none", [], "")
         if x.dtype == torch.float32 and x.shape[0] < ROW_TILE and not torch.is_grad_enabled():
             return F.linear(pad_rows(x), self.weight)[: x.shape[0]]
         return F.linear(x, self.weight)
+
+    __call__ = forward
 
 
 class SwiGLU(nn.Module):
@@ -74,6 +79,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(silu_mul(self.gate_up(x)))
+
+    __call__ = forward
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 The cache holds one row per token and layer: the rotated shared key k_pe [P], then the normed latent c_kv [R]. W_UK is
 folded into the query and W_UV into the output, so no per-head key or value is ever built: q_lat = q_nope W_UK,
-score = q_pe . k_pe + q_lat . c_kv, o_lat = softmax(score) c_kv, out = o_lat W_UV.
+score = q_pe . k_pe + q_lat . c_kv, o_lat = softmax(score) c_kv, out = o_lat W_UV. Between the two foldings everything is
+float32; on a CPU W_UK and W_UV are too, where small fp32 products take half the time of bf16 ones.
 
 T rows, H heads, N nope, P rotary and V value width per head, R latent rank.
 """
@@ -20,8 +21,8 @@ from minieagle.models.rope import rotate_interleaved, softmax_scale
 
 
 def _per_head(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, H, a] times weight [H, a, b] -> [T, H, b]. fp32 products of few rows are padded, as in Linear."""
-    rows = pad_rows(x) if x.dtype == torch.float32 else x
+    """x [T, H, a] times weight [H, a, b] -> [T, H, b] in the weight's dtype; rows in fours, as fp32 products need."""
+    rows = pad_rows(x.to(weight.dtype), 4)
     return torch.bmm(rows.transpose(0, 1), weight).transpose(0, 1)[: x.shape[0]]
 
 
@@ -63,6 +64,9 @@ class LatentAttention(nn.Module):
         rotated = rotate_interleaved(torch.cat((q_pe, k_pe.unsqueeze(1)), dim=1), cos, sin)
         row = torch.cat((rotated[:, -1], c_kv), dim=-1)
         cache.write(layer, slots, row.unsqueeze(1))
-        query = torch.cat((rotated[:, :-1], _per_head(q_nope, self.w_uk)), dim=-1).float() * self.scale
+        query = torch.cat((rotated[:, :-1].to(self.w_uk.dtype), _per_head(q_nope, self.w_uk)), dim=-1)
+        query = query.float() * self.scale
         o_lat = attend(query, cache.layer(layer), plan, key_width=row.shape[-1], value_start=self.rope)
-        return self.o(_per_head(o_lat.to(x.dtype), self.w_uv).reshape(x.shape[0], -1))
+        return self.o(_per_head(o_lat, self.w_uv).to(x.dtype).reshape(x.shape[0], -1))
+
+    __call__ = forward

@@ -49,6 +49,8 @@ class Router(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return ids[: x.shape[0]], weights[: x.shape[0]] * self.scaling
 
+    __call__ = forward
+
 
 class Expert(nn.Module):
     """One routed expert: two products, each plain or INT4. x [T, D] -> [T, D]."""
@@ -103,3 +105,5 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         routed = self._routed(x).to(x.dtype)
         return routed if self.shared is None else routed + self.shared(x)
+
+    __call__ = forward

@@ -146,7 +146,7 @@ class Filler:
     ) -> None:
         """module.weight from the named tensors, one below the other: `rows` of each, None for equal shares. A Linear is
         packed at once."""
-        shape = module.weight.shape
+        shape = module.get_parameter("weight").shape
         heights = rows or [shape[0] // len(names)] * len(names)
         shapes = {name: (height, *shape[1:]) for name, height in zip(names, heights, strict=True)}
         self.put(module, "weight", self.take(shapes, dtype=dtype))
@@ -169,8 +169,9 @@ def _fill_attention(fill: Filler, attention: LatentAttention, prefix: str) -> No
     widths = (attention.nope, attention.value)
     kv_b = fill.take({f"{prefix}.kv_b_proj.weight": (attention.num_heads * sum(widths), attention.rank)})
     w_uk, w_uv = kv_b.unflatten(0, (attention.num_heads, -1)).split(widths, dim=1)
-    fill.put(attention, "w_uk", w_uk.contiguous())
-    fill.put(attention, "w_uv", w_uv.transpose(1, 2).contiguous())
+    folded = torch.float32 if fill.device.type == "cpu" else fill.dtype  # see models/mla.py
+    fill.put(attention, "w_uk", w_uk.to(folded).contiguous())
+    fill.put(attention, "w_uv", w_uv.transpose(1, 2).to(folded).contiguous())
     fill.fill(attention.o, f"{prefix}.o_proj.weight")
 
 
@@ -277,6 +278,7 @@ def load_target(
     checkpoint.drop(_beyond(config))
     fill.put(target, "embed_tokens", fill.take({"model.embed_tokens.weight": target.embed_tokens.shape}))
     for index, block in enumerate(target.layers):
+        assert isinstance(block, Block)
         _fill_block(fill, block, config, f"model.layers.{index}")
         checkpoint.release()
         _give_back_memory()

@@ -218,7 +218,7 @@ def batches(texts: Sequence[TokenText], batch_tokens: int, rng: random.Random) -
     order = sorted(texts, key=lambda text: len(text) + rng.random() * 32)
     groups: list[list[TokenText]] = [[]]
     for text in order:
-        if groups[-1] and (len(groups[-1]) + 1) * max(len(text), len(groups[-1][-1])) > batch_tokens:
+        if groups[-1] and (len(groups[-1]) + 1) * max(len(text), *map(len, groups[-1])) > batch_tokens:
             groups.append([])
         groups[-1].append(text)
     rng.shuffle(groups)

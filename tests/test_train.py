@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -149,8 +150,6 @@ def test_draft_vocabulary_is_the_most_frequent() -> None:
 
 
 def test_batches_hold_every_text_once_within_the_budget() -> None:
-    import random
-
     groups = list(batches(TEXTS, 200, random.Random(0)))
     assert sorted(text for group in groups for text in group) == sorted(TEXTS)
     assert all(len(group) * max(map(len, group)) <= 200 for group in groups)
