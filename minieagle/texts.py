@@ -1,8 +1,8 @@
 """Texts to train a drafter on: prompts from a corpus, continued by the target itself.
 
 A drafter imitates what the target writes, so the target writes its training text: part greedily up to its own stop,
-part sampled past the stops, so that it also plays the user's turns. Texts are kept as token ids, one JSON object a line;
-hidden states are never stored (57 KB a token for a large model) but computed again while training.
+part sampled past the stops, so that it also plays the user's turns. Texts are kept as token ids, one JSON object a
+line; hidden states are never stored (57 KB a token for a large model) but computed again while training.
 """
 
 from __future__ import annotations

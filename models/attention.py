@@ -168,7 +168,6 @@ def _attend_group(q: Tensor, cache: Tensor, group: Group, key_width: int, value_
     def by_row(x: Tensor) -> Tensor:  # [B * K, n * G, ...] -> rows [B * n * K, G, ...]
         return x.view(b, k, n, g, -1).transpose(1, 2).reshape(b * n * k, g, -1)
 
-    total = peak = None
     if group.shared is not None:
         shared = _gather(cache, group.shared.slots)
         scores = _scores(by_span(q), shared[..., :key_width]).view(b, k, n, g, -1)
@@ -177,14 +176,16 @@ def _attend_group(q: Tensor, cache: Tensor, group: Group, key_width: int, value_
         if group.tail is None:
             total = _weighted_sum(scores.sub_(peak).exp_(), shared[..., value_start:])
             return _normalised(by_row(total)).view(q.shape[0], q.shape[1], -1)
+    else:
+        shared = scores = peak = None
 
     assert group.tail is not None, "a group without keys"
     tail = _gather(cache, group.tail.slots.flatten(0, 1))
     own = _scores(q.reshape(b * n * k, g, -1), tail[..., :key_width]).view(b * n, k, g, -1)
     own = own.add_(group.tail.mask.flatten(0, 1)[:, None, None]).view(b * n * k, g, -1)
     own_peak = own.amax(-1, keepdim=True)
-    if group.shared is not None:
-        assert peak is not None, "shared keys were scored above"
+    total = None
+    if shared is not None and scores is not None and peak is not None:
         own_peak = torch.maximum(own_peak, by_row(peak))
         weights = scores.sub_(by_span(own_peak.view(b * n, -1, 1))).exp_()
         total = by_row(_weighted_sum(weights, shared[..., value_start:]))

@@ -2,8 +2,8 @@
 
 The cache holds one row per token and layer: the rotated shared key k_pe [P], then the normed latent c_kv [R]. W_UK is
 folded into the query and W_UV into the output, so no per-head key or value is ever built: q_lat = q_nope W_UK,
-score = q_pe . k_pe + q_lat . c_kv, o_lat = softmax(score) c_kv, out = o_lat W_UV. Between the two foldings everything is
-float32; on a CPU W_UK and W_UV are too, where small fp32 products take half the time of bf16 ones.
+score = q_pe . k_pe + q_lat . c_kv, o_lat = softmax(score) c_kv, out = o_lat W_UV. Between the two foldings everything
+is float32; on a CPU W_UK and W_UV are too, where small fp32 products take half the time of bf16 ones.
 
 T rows, H heads, N nope, P rotary and V value width per head, R latent rank.
 """

@@ -9,6 +9,9 @@ section 4 for the growth, EAGLE-3 (arXiv 2503.01840) for the drafter.
 B sequences, F frontier nodes, W draft vocabulary, D drafter width.
 """
 
+# torch and safetensors annotate some members only in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -9,6 +9,9 @@ sees, so acceptance measured here is acceptance in use.
 B texts, S slots, K draft steps, W draft vocabulary, H heads, P head width.
 """
 
+# torch and safetensors annotate some members only in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import json

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def serve_chain(drafter: Drafter, text: tuple[int, ...], slot: int, num_steps: i
 @pytest.mark.parametrize("flags", [{}, {"norm_output": True, "fc_norm": True}, {"norm_before_residual": True}])
 def test_unrolled_logits_are_those_of_serving(flags: dict[str, bool]) -> None:
     """Train/serve parity, which is where acceptance is lost without anyone noticing."""
-    config = DrafterConfig(**{name: getattr(CONFIG, name) for name in CONFIG.__dataclass_fields__} | flags)
+    config = replace(CONFIG, **flags)
     ids = torch.arange(0, 3000, 10)
     drafter = new_drafter(config, embedded.target(), ids, seed=1)
     text = TEXTS[0][:40]
@@ -83,10 +84,7 @@ def test_targets_are_the_target_s_next_tokens() -> None:
     text, ids = TEXTS[0], torch.arange(4096)
     batch = observe(embedded.target(), [text], (2,), ids)
     drafter = new_drafter(
-        DrafterConfig(
-            **{name: getattr(CONFIG, name) for name in CONFIG.__dataclass_fields__}
-            | {"boundaries": (2,), "draft_vocab_size": 4096}
-        ),
+        replace(CONFIG, boundaries=(2,), draft_vocab_size=4096),
         embedded.target(),
         ids,
         0,
@@ -135,9 +133,7 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 def test_resuming_another_drafter_is_refused(tmp_path: Path) -> None:
     trainer(tmp_path).save_checkpoint()
-    other = DrafterConfig(
-        **{name: getattr(CONFIG, name) for name in CONFIG.__dataclass_fields__} | {"boundaries": (2, 4, 8)}
-    )
+    other = replace(CONFIG, boundaries=(2, 4, 8))
     with pytest.raises(TrainingError, match="boundaries"):
         trainer(tmp_path, other)
 
