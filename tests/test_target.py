@@ -1,5 +1,6 @@
 """The target against transformers' DeepSeek-V3, and against itself: a row's bits are its own in any batch."""
 
+import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -104,10 +105,8 @@ def test_each_norm_has_its_own_epsilon(wrong: dict[str, float], tmp_path: Path) 
     save_target(tmp_path)
     token_ids = tokens(NUM_TOKENS, 0)
     wanted = Oracle(tmp_path).run(token_ids.tolist()).logits
-    config = (tmp_path / "config.json").read_text().replace("{", "{" + f'"{[*wrong][0]}": {[*wrong.values()][0]}, ', 1)
-    (tmp_path / "config.json").write_text(
-        config.replace('"rms_norm_eps": 0.001', '"x": 0') if "rms_norm_eps" in wrong else config
-    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | wrong))
     got = Run(load_target(tmp_path), NUM_TOKENS).forward(token_ids).logits
     assert (got - wanted).abs().max() > CLOSE
 
@@ -152,11 +151,29 @@ def test_logits_only_at_the_wanted_rows(wanted: list[int]) -> None:
 # ---- the same bits in any company
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@settings(max_examples=15)
+@given(target_configs(), near_blocks(1), parents(8), SEEDS, st.data())
+def test_no_shape_of_model_depends_on_company(
+    dtype: torch.dtype, changes: dict[str, Any], committed: int, tree: list[int], seed: int, data: st.DataObject
+) -> None:
+    """Chunks and trees against one forward over the same text, for any heads, experts and widths."""
+    with tempfile.TemporaryDirectory() as directory:
+        target = load_target(save_target(Path(directory), seed, dtype=dtype, **changes))
+    token_ids, run = tokens(committed + len(tree), seed), Run(target, committed + len(tree), seed=seed)
+    run.chunks(token_ids[:committed], data.draw(splits(committed)))
+    got = run.forward(token_ids[committed:], tree).logits
+    for leaf in leaves(tree):
+        nodes = torch.tensor(path(tree, leaf))
+        alone = torch.cat((token_ids[:committed], token_ids[committed + nodes]))
+        assert torch.equal(got[nodes], Run(target, len(alone)).forward(alone).logits[committed:])
+
+
 @TARGETS
 @settings(max_examples=10)
 @given(st.data(), near_blocks(), SEEDS)
 def test_chunks_and_pages_change_no_bit(load: Load, data: st.DataObject, length: int, seed: int) -> None:
-    token_ids, last = tokens(length, seed), load().config.num_hidden_layers
+    token_ids, last = tokens(length, seed, load().config.vocab_size), load().config.num_hidden_layers
     whole = Run(load(), length, page_size=length, seed=0).forward(token_ids, boundaries=(0, last))
     page_size = data.draw(st.sampled_from([1, 7, 16, 64]))
     parts = Run(load(), length, page_size=page_size, seed=seed).chunks(token_ids, data.draw(splits(length)), (0, last))
@@ -168,7 +185,8 @@ def test_chunks_and_pages_change_no_bit(load: Load, data: st.DataObject, length:
 @settings(max_examples=10)
 @given(near_blocks(), parents(12), SEEDS)
 def test_tree_rows_have_the_bits_of_their_chain(load: Load, committed: int, tree: list[int], seed: int) -> None:
-    token_ids, last = tokens(committed + len(tree), seed), load().config.num_hidden_layers
+    config = load().config
+    token_ids, last = tokens(committed + len(tree), seed, config.vocab_size), config.num_hidden_layers
     run = Run(load(), committed + len(tree), seed=seed)
     run.forward(token_ids[:committed])
     got = run.forward(token_ids[committed:], tree, (last,))
@@ -197,7 +215,9 @@ def test_a_batch_changes_no_bit(load: Load, sequences: list[tuple[int, list[int]
     num = [4 if tree is None else len(tree) for _, tree in sequences]
     total = sum(committed for committed, _ in sequences) + sum(num)
     pool = shuffled_slots(total, 1, seed).split([c + n for (c, _), n in zip(sequences, num, strict=True)])
-    cache, texts = load().new_cache(2 * total + 2), [tokens(len(slots), seed + i) for i, slots in enumerate(pool)]
+    vocab = load().config.vocab_size
+    cache = load().new_cache(2 * total + 2)
+    texts = [tokens(len(slots), seed + i, vocab) for i, slots in enumerate(pool)]
     for (committed, _), slots, text in zip(sequences, pool, texts, strict=True):
         load()(Rows.of(text[:committed], [Span(slots, 0, committed)]), cache)
     spans = spans_of(sequences, list(pool), num)
