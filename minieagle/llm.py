@@ -8,7 +8,7 @@ the speed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -159,7 +159,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, spec: bool | None = None, **sampling: Any
-    ) -> Iterator[Output]:
+    ) -> Generator[Output]:
         """Outputs of one prompt as they come: text pieces, the last one with finish_reason and stats. Closing the
         iterator aborts the request."""
         request = Request(self.encode(prompt), self._params(params, sampling), self._spec(spec))

@@ -21,6 +21,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import safe_open
@@ -379,7 +380,7 @@ def save_drafter(drafter: Drafter, directory: Path) -> None:
     layer = drafter.midlayer
     width = layer.head_dim
     sizes = [layer.num_heads * width, layer.num_kv_heads * width, layer.num_kv_heads * width]
-    tensors = {
+    tensors: dict[str, Tensor] = {
         "fc.weight": drafter.fc.weight,
         "norm.weight": drafter.norm.weight,
         "lm_head.weight": drafter.lm_head.weight,
@@ -393,7 +394,7 @@ def save_drafter(drafter: Drafter, directory: Path) -> None:
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         tensors[f"midlayer.{name}.weight"] = getattr(layer, name).weight
     if drafter.config.fc_norm:
-        tensors |= {f"fc_norm.{i}.weight": norm.weight for i, norm in enumerate(drafter.fc_norms)}
+        tensors |= {f"fc_norm.{i}.weight": cast(RMSNorm, norm).weight for i, norm in enumerate(drafter.fc_norms)}
     if drafter.config.norm_before_fc:
         tensors["input_norm.weight"] = drafter.input_norm.weight
     stored = {name: tensor.detach().to(torch.bfloat16).contiguous().cpu() for name, tensor in tensors.items()}

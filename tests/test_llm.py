@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,8 @@ def test_stream_is_generate_in_pieces() -> None:
     whole = llm().chat(CHAT, max_tokens=30, logprobs=2)
     assert "".join(p.text for p in pieces) == whole.text
     assert tuple(t for p in pieces for t in p.token_ids) == whole.token_ids
-    assert len(whole.logprobs or ()) == len(whole.token_ids) and len((whole.logprobs or ())[0].top) == 2
+    assert whole.logprobs is not None and len(whole.logprobs) == len(whole.token_ids)
+    assert all(len(entry.top) == 2 for entry in whole.logprobs)
 
 
 def test_an_abandoned_stream_frees_its_pages() -> None:
@@ -68,7 +70,7 @@ def test_same_seed_same_text_at_any_temperature() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "words"), [({"temprature": 1}, "temprature"), ({"temperature": -1}, "temperature")])
-def test_bad_options_are_named(wrong: dict[str, float], words: str) -> None:
+def test_bad_options_are_named(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         llm().generate("a", **wrong)
 
@@ -97,7 +99,7 @@ def test_speculation_without_a_drafter_is_refused() -> None:
         ({"page_sise": 4}, TypeError, "page_sise"),
     ],
 )
-def test_bad_load_options_are_refused(options: dict[str, object], error: type[Exception], words: str) -> None:
+def test_bad_load_options_are_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         LLM(**options)
 
