@@ -25,6 +25,7 @@ from minieagle.engine import Engine
 from minieagle.errors import ModelError
 from minieagle.sampling import SamplingParams
 from minieagle.spec.tree import Shape, parse_shape
+from minieagle.spec.walk import total, walk
 
 ALL = "all"
 COLUMNS = ("setting", "prompts", "texts", "tokens", "tokens per step", "acceptance by depth", "repeated 4-grams")
@@ -122,6 +123,21 @@ def ratios(
     return [[f"{a.name} / {b.name}", ratio(a, b, "dialogue"), ratio(a, b, ALL)] for a, b in pairs]
 
 
+def walked(loaded: Engine, num_steps: int, runs: Sequence[Run], prompts: Sequence[tuple[int, ...]]) -> list[str]:
+    """The greedy chain's texts scored offline (spec/walk.py), beside what the engine counted while it wrote them."""
+    assert loaded.drafter is not None, "acceptance is the drafter's"
+    offline = total(
+        [
+            walk(loaded.target, loaded.drafter, (*prompt, *run.token_ids), len(prompt), num_steps)
+            for run, prompt in zip(runs, prompts, strict=True)
+        ]
+    )
+    online = total_stats(runs)
+    same = (offline.num_steps, offline.num_tokens) == (online.num_steps, online.num_tokens)
+    counts = [f"{online.num_tokens} / {online.num_steps}", f"{offline.num_tokens} / {offline.num_steps}"]
+    return [*counts, f"{online.tokens_per_step:.4f}", f"{offline.tokens_per_step:.4f}", "yes" if same else "NO"]
+
+
 def bench(options: argparse.Namespace, report: Report) -> None:
     if options.temperature <= 0:
         raise ModelError(f"--temperature {options.temperature:g} must be above 0: greedy is measured anyway")
@@ -138,6 +154,9 @@ def bench(options: argparse.Namespace, report: Report) -> None:
     report.table(f"{len(prompts)} prompts, batches of {options.batch}", COLUMNS, lines)
     title = "Ratios of tokens per step"
     report.table(title, ("ratio", "dialogue", "all prompts"), ratios(settings, found, prompts))
+    columns = ("tokens / steps online", "tokens / steps offline", "online", "offline walk", "equal")
+    title = f"{settings[0].name}: tokens per step in use and by the offline walk"
+    report.table(title, columns, [walked(loaded, options.chain, found[0], ids)])
     report.notes(NOTES)
 
 

@@ -422,7 +422,7 @@ def test_health_is_ok(http: httpx.Client) -> None:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(spec=False)
+    return LLM()
 
 
 def test_the_embedded_model_answers_a_crowd_as_it_answers_one(llm: LLM) -> None:
