@@ -22,7 +22,7 @@ from rich.progress import (
 
 from minieagle import serve
 from minieagle.compare import Comparison, compare
-from minieagle.llm import LLM
+from minieagle.llm import LLM, set_threads
 from minieagle.models.config import DrafterConfig
 from minieagle.quantize import quantize_directory
 from minieagle.sampling import SamplingParams
@@ -87,6 +87,7 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     add("--page-size", type=int, metavar="N", help="tokens in a page of the cache")
     add("--prefill-chunk", type=int, metavar="N", help="prompt tokens a step takes at most")
     add("--max-seqs", type=int, metavar="N", help="sequences in one batch")
+    add("--threads", type=int, metavar="N", help="CPU threads (default: one for a small model, else all cores)")
 
 
 def _sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
@@ -176,6 +177,7 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _load(options: argparse.Namespace, *, spec: bool = True) -> LLM:
+    set_threads(options.threads, options.model)
     with _loading() as progress:
         task = progress.add_task("loading", total=None)
         return LLM(
@@ -227,6 +229,7 @@ def _show(text: str) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
+    set_threads(None, None)
     llm = LLM()
     params = SamplingParams(max_tokens=options.max_tokens)
     pairs = []

@@ -29,6 +29,8 @@ from minieagle.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
+SMALL_MODEL_BYTES = 200_000_000
+
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
 
@@ -114,6 +116,17 @@ def _shape(
     if given:
         return TreeShape(**given)
     return parse_shape(tree) if isinstance(tree, str) else tree
+
+
+def set_threads(threads: int | None, model: str | Path | None) -> None:
+    """Fix PyTorch's CPU threads for this process; the API itself leaves them alone. None: one for a model whose files
+    are below SMALL_MODEL_BYTES, where handing a 10 us product to a second core costs more than it saves; otherwise
+    PyTorch's own choice."""
+    if threads is not None and threads < 1:
+        raise ModelError(f"threads={threads} must be at least 1")
+    directory = embedded("target") if model is None else Path(model)
+    size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    torch.set_num_threads(threads or (1 if size < SMALL_MODEL_BYTES else torch.get_num_threads()))
 
 
 class LLM:

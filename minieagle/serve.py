@@ -26,7 +26,7 @@ from minieagle import server  # noqa: E402
 from minieagle.dist import group  # noqa: E402
 from minieagle.engine import Engine  # noqa: E402
 from minieagle.errors import MinieagleError  # noqa: E402
-from minieagle.llm import load_engine  # noqa: E402
+from minieagle.llm import load_engine, set_threads  # noqa: E402
 from minieagle.spec.tree import TreeShape  # noqa: E402
 
 EMBEDDED_NAME = "minieagle-demo"
@@ -67,6 +67,7 @@ def tree_shape(arguments: argparse.Namespace) -> TreeShape | None:
 
 def _load(arguments: argparse.Namespace, ranks: group.Group) -> Engine:
     """The engine, with a progress bar where there is somebody to see it."""
+    set_threads(arguments.threads, arguments.model)
     sizes = {name: getattr(arguments, name) for name in ("max_seqs", "page_size", "prefill_chunk")}
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("loading", total=None)
@@ -113,6 +114,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="nodes of the tree that are verified, its root included",
     )
+    add("--threads", type=int, metavar="N", help="CPU threads (default: one for a small model, else all cores)")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
     add("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: %(default)s)")
     add("--max-seqs", "--max-num-seqs", "--max-running-requests", type=int, metavar="N", help="requests in one batch")
