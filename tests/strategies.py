@@ -72,7 +72,7 @@ def target_configs(draw: st.DrawFn) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "first_k_dense_replace": draw(st.integers(0, layers)),
         "tie_word_embeddings": draw(st.booleans()),
-        "rope_theta": draw(st.sampled_from([10000.0, 50000.0])),
+        "rope_theta": draw(st.sampled_from([100.0, 10000.0, 50000.0])),
         "rope_scaling": draw(st.none() | yarns()),
     }
     return sizes | draw(experts())

@@ -287,8 +287,9 @@ def offsets(tensors: Tensors) -> Tensor:
         lambda d2t: torch.zeros_like(d2t),
         lambda d2t: d2t.flip(0),
         lambda d2t: d2t + 1,
+        lambda d2t: (d2t + torch.arange(len(d2t))).flip(0) - torch.arange(len(d2t)),
     ],
-    ids=["absolute", "arange", "zeros", "reversed", "shifted"],
+    ids=["absolute", "arange", "zeros", "reversed", "shifted", "same tokens in another order"],
 )
 def test_a_wrong_offset_table_is_refused(mutant: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(CheckpointError, match="d2t and t2d disagree"):

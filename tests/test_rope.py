@@ -7,6 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import DeepseekV3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from minieagle.models.config import Yarn
 from minieagle.models.rope import (
@@ -112,3 +114,29 @@ def test_angles_stay_float32_for_bfloat16_rows() -> None:
     torch.testing.assert_close(
         turned.float().flatten(), torch.tensor([math.cos(4001), math.sin(4001)]), atol=4e-3, rtol=0
     )
+
+
+@given(
+    st.sampled_from([2, 8, 16, 64]),
+    st.sampled_from([10.0, 100.0, 10000.0]),
+    st.sampled_from([1.0, 4.0, 40.0]),
+    st.sampled_from([8, 4096, 10**6]),
+    st.sampled_from([(1, 1), (32, 1), (4, 2)]),
+)
+def test_frequencies_equal_transformers(
+    dim: int, theta: float, factor: float, original: int, betas: tuple[int, int]
+) -> None:
+    """Also where the ramp begins or ends outside the pairs, or has no width."""
+    scaling = Yarn(factor=factor, original_max_position_embeddings=original, beta_fast=betas[0], beta_slow=betas[1])
+    described = {
+        "rope_type": "yarn",
+        "rope_theta": theta,
+        "factor": factor,
+        "beta_fast": betas[0],
+        "beta_slow": betas[1],
+    }
+    described["original_max_position_embeddings"] = original
+    config = DeepseekV3Config(qk_rope_head_dim=dim, rope_parameters=described)
+    wanted, scale = ROPE_INIT_FUNCTIONS["yarn"](config, None)
+    torch.testing.assert_close(inverse_frequencies(dim, theta, scaling), wanted, rtol=1e-5, atol=1e-9)
+    assert cos_sin_scale(scaling) == pytest.approx(scale)
