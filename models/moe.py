@@ -38,7 +38,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """A row has the same bits in any batch: the fp32 product gets whole tiles of rows, and the sigmoid is spelled
         with exp, since torch.sigmoid rounds the last few elements of a tensor by other code."""
-        logits = F.linear(pad_rows(x.float()), self.weight)
+        logits = F.linear(pad_rows(x).float(), self.weight)
         scores = logits.neg_().exp_().add_(1.0).reciprocal_()
         choice = scores + self.e_score_correction_bias
         if self.num_groups > 1:
@@ -71,27 +71,35 @@ class MixtureOfExperts(nn.Module):
         self.shared = SwiGLU(config.hidden_size, shared) if shared else None
         self.topk = config.num_experts_per_tok
 
-    def _routed(self, x: Tensor) -> Tensor:
-        """Rows sorted by expert, so that each expert reads its weights once; results go back to their rows and are
-        added in the order of the row's own choice, whatever else is in the batch. [T, D] float32.
-
-        Who goes where is worked out on the host: a dozen integers cost less there than kernel launches, and which
-        experts run has to be known there anyway (one copy from the device a layer)."""
-        ids, weights = self.router(x)
+    def _outputs(self, x: Tensor, ids: Tensor) -> Tensor:
+        """Each row's chosen experts' outputs [T, A, D]. Rows are sorted by expert, so that each expert reads its weights
+        once. Who goes where is worked out on the host: a dozen integers cost less there than kernel launches, and
+        which experts run has to be known there anyway (one copy from the device a layer)."""
         flat = ids.flatten().numpy(force=True)
+        if x.shape[0] == 1:  # plain decoding: nothing to sort, and half the launches
+            return torch.stack([self._expert(e, x) for e in flat.tolist()], dim=1)
         order = np.argsort(flat, kind="stable")
         counts = np.bincount(flat)
         used = np.flatnonzero(counts)
         sizes: list[int] = counts[used].tolist()
-        back = np.empty_like(order)
-        back[order] = np.arange(order.size)
         parts = x.index_select(0, torch.from_numpy(order // self.topk).to(x.device)).split(sizes)
         experts = [self.products[e] for e in used.tolist()]
         hidden = silu_mul(torch.cat([gate_up(part) for (gate_up, _), part in zip(experts, parts, strict=True)]))
         parts = hidden.split(sizes)
         out = torch.cat([down(part) for (_, down), part in zip(experts, parts, strict=True)])
-        mine = out.index_select(0, torch.from_numpy(back).to(x.device)).view(x.shape[0], self.topk, -1)
-        weighted = mine.float() * weights.unsqueeze(-1)
+        back = np.empty_like(order)
+        back[order] = np.arange(order.size)
+        return out.index_select(0, torch.from_numpy(back).to(x.device)).view(x.shape[0], self.topk, -1)
+
+    def _expert(self, index: int, x: Tensor) -> Tensor:
+        gate_up, down = self.products[index]
+        return down(silu_mul(gate_up(x)))
+
+    def _routed(self, x: Tensor) -> Tensor:
+        """The weighted sum of the chosen experts [T, D] float32, added in the order of the row's own choice, whatever
+        else is in the batch."""
+        ids, weights = self.router(x)
+        weighted = self._outputs(x, ids).float() * weights.unsqueeze(-1)
         total = weighted[:, 0]
         for choice in range(1, self.topk):
             total = total + weighted[:, choice]
