@@ -72,7 +72,7 @@ class MixtureOfExperts(nn.Module):
         self.topk = config.num_experts_per_tok
 
     def _outputs(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Each row's chosen experts' outputs [T, A, D]. Rows are sorted by expert, so that each expert reads its weights
+        """Each row's chosen experts' outputs [T, A, D]. Rows are sorted by expert, so that an expert reads its weights
         once. Who goes where is worked out on the host: a dozen integers cost less there than kernel launches, and
         which experts run has to be known there anyway (one copy from the device a layer)."""
         flat = ids.flatten().numpy(force=True)
