@@ -8,12 +8,13 @@ the speed.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, overload
 
 import torch
 
@@ -138,6 +139,27 @@ class LLM:
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         self.engine = load_engine(model, **options)
         self.tokenizer = self.engine.tokenizer
+        self._inboxes: dict[int, deque[Output]] = {}
+
+    @overload  # a string is a sequence of strings too: this one is tried first
+    def generate(  # pyright: ignore[reportOverlappingOverload]
+        self,
+        prompts: str | Sequence[int] | Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        spec: bool | None = None,
+        **sampling: Any,
+    ) -> Result: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        spec: bool | None = None,
+        **sampling: Any,
+    ) -> list[Result]: ...
 
     def generate(
         self,
@@ -146,17 +168,23 @@ class LLM:
         *,
         spec: bool | None = None,
         **sampling: Any,
-    ) -> Any:
+    ) -> Result | list[Result]:
         """Complete one prompt (returns a Result) or a list of prompts (a list of Results, in order).
 
         params, or its fields as keywords: temperature, max_tokens, seed, .... spec: None speculates when there is a
         drafter. A prompt that can't run raises RequestError when it is alone; in a list it yields a Result with
         finish_reason "error", and costs the others nothing.
         """
-        single = _is_single(prompts)
-        items: Sequence[Any] = [prompts] if single else prompts
-        results = self._run(items, self._params(params, sampling), self._spec(spec), alone=single)
-        return results[0] if single else results
+        options = self._params(params, sampling), self._spec(spec)
+        if _is_single(prompts):
+            prompt = cast(Prompt, prompts)
+            return self._result(prompt, self._add(prompt, *options))
+        items = cast(Sequence[Prompt], prompts)
+        added = [self._try_add(item, *options) for item in items]
+        return [
+            self._result(item, entry) if isinstance(entry, int) else entry
+            for item, entry in zip(items, added, strict=True)
+        ]
 
     def chat(
         self,
@@ -167,21 +195,14 @@ class LLM:
         **sampling: Any,
     ) -> Result:
         """Answer a conversation: messages are {"role": ..., "content": ...}, rendered by the model's chat template."""
-        result: Result = self.generate(messages, params, spec=spec, **sampling)
-        return result
+        return self.generate(messages, params, spec=spec, **sampling)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, spec: bool | None = None, **sampling: Any
     ) -> Generator[Output]:
         """Outputs of one prompt as they come: text pieces, the last one with finish_reason and stats. Closing the
         iterator aborts the request."""
-        request = Request(self.encode(prompt), self._params(params, sampling), self._spec(spec))
-        request_id = self.engine.add(request)
-        try:
-            while self.engine.has_work:
-                yield from (output for output in self.engine.step() if output.request_id == request_id)
-        finally:
-            self.engine.abort(request_id)
+        yield from self._outputs(self._add(prompt, self._params(params, sampling), self._spec(spec)))
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt in any of its three forms."""
@@ -206,67 +227,58 @@ class LLM:
             raise RequestError("spec=True needs a drafter: load the model with drafter=DIRECTORY, or pass spec=False")
         return self.engine.drafter is not None if spec is None else spec
 
-    def _run(self, items: Sequence[Prompt], params: SamplingParams, spec: bool, *, alone: bool) -> list[Result]:
-        collected: dict[int, _Collected] = {}
-        results: list[Result | int] = []
-        for item in items:
-            try:
-                ids = self.encode(item)
-                request_id = self.engine.add(Request(ids, params, spec))
-            except RequestError as error:
-                if alone:
-                    raise
-                results.append(Result("", (), (), "error", SpecStats(), error=str(error)))
-                continue
-            collected[request_id] = _Collected(ids)
-            results.append(request_id)
+    def _add(self, prompt: Prompt, params: SamplingParams, spec: bool) -> int:
+        request_id = self.engine.add(Request(self.encode(prompt), params, spec))
+        self._inboxes[request_id] = deque()
+        return request_id
+
+    def _try_add(self, prompt: Prompt, params: SamplingParams, spec: bool) -> int | Result:
+        """Its id, or the Result of a prompt that can't run."""
         try:
-            while any(not item.done for item in collected.values()):
-                for output in self.engine.step():
-                    collected[output.request_id].add(output)
+            return self._add(prompt, params, spec)
+        except RequestError as error:
+            return Result("", (), (), "error", SpecStats(), error=str(error))
+
+    def _outputs(self, request_id: int) -> Generator[Output]:
+        """One request's outputs. Whoever waits turns the engine for all: other requests' outputs go to their inbox."""
+        inbox = self._inboxes[request_id]
+        try:
+            while True:
+                while not inbox:
+                    for output in self.engine.step():
+                        self._inboxes[output.request_id].append(output)
+                yield inbox[0]
+                if inbox.popleft().finish_reason is not None:
+                    return
         finally:
-            for request_id in collected:
-                self.engine.abort(request_id)
-        return [collected[item].result() if isinstance(item, int) else item for item in results]
+            del self._inboxes[request_id]
+            self.engine.abort(request_id)
 
-
-class _Collected:
-    """Mutable: the outputs of one request, gathered into a Result."""
-
-    def __init__(self, prompt_ids: tuple[int, ...]) -> None:
-        self.prompt_ids, self.outputs = prompt_ids, list[Output]()
-
-    def add(self, output: Output) -> None:
-        self.outputs.append(output)
-
-    @property
-    def done(self) -> bool:
-        return bool(self.outputs) and self.outputs[-1].finish_reason is not None
-
-    def result(self) -> Result:
-        last = self.outputs[-1]
-        assert last.finish_reason is not None and last.stats is not None, "a result is asked for before its end"
-        found = [entry for output in self.outputs for entry in output.logprobs or ()]
+    def _result(self, prompt: Prompt, request_id: int) -> Result:
+        outputs = list(self._outputs(request_id))
+        last = outputs[-1]
+        assert last.finish_reason is not None and last.stats is not None, "a request ends with a reason and its counts"
+        found = [entry for output in outputs for entry in output.logprobs or ()]
         return Result(
-            text="".join(output.text for output in self.outputs),
-            token_ids=tuple(token for output in self.outputs for token in output.token_ids),
-            prompt_token_ids=self.prompt_ids,
+            text="".join(output.text for output in outputs),
+            token_ids=tuple(token for output in outputs for token in output.token_ids),
+            prompt_token_ids=self.encode(prompt),
             finish_reason=last.finish_reason,
             stats=last.stats,
-            logprobs=tuple(found) if any(output.logprobs is not None for output in self.outputs) else None,
+            logprobs=tuple(found) if any(output.logprobs is not None for output in outputs) else None,
             error=last.error,
         )
 
 
 def _is_single(prompts: Any) -> bool:
-    """Whether this is one prompt rather than a list of them: a string, token ids, or chat messages."""
+    """Whether this is one prompt (a string, token ids, chat messages) rather than a list of them; [] is no prompts."""
     if isinstance(prompts, str):
         return True
     if not isinstance(prompts, Sequence):
         raise RequestError(
             f"a prompt is a string, token ids or chat messages, got {type(prompts).__name__}", param="prompt"
         )
-    return not prompts or isinstance(prompts[0], int | Mapping)
+    return len(prompts) > 0 and isinstance(prompts[0], int | Mapping)
 
 
 @cache
@@ -274,6 +286,24 @@ def _embedded_llm() -> LLM:
     return LLM()
 
 
-def generate(prompts: Prompt | Sequence[Prompt], *, spec: bool = True, **sampling: Any) -> Any:
+@overload
+def generate(  # pyright: ignore[reportOverlappingOverload]
+    prompts: str | Sequence[int] | Sequence[Message],
+    params: SamplingParams | None = None,
+    *,
+    spec: bool = True,
+    **sampling: Any,
+) -> Result: ...
+
+
+@overload
+def generate(
+    prompts: Sequence[Prompt], params: SamplingParams | None = None, *, spec: bool = True, **sampling: Any
+) -> list[Result]: ...
+
+
+def generate(
+    prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, *, spec: bool = True, **sampling: Any
+) -> Result | list[Result]:
     """Complete with the embedded model, loaded on first use: see LLM.generate."""
-    return _embedded_llm().generate(prompts, spec=spec, **sampling)
+    return _embedded_llm().generate(cast(Any, prompts), params, spec=spec, **sampling)

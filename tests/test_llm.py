@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,17 @@ def test_an_abandoned_stream_frees_its_pages() -> None:
     stream.close()
     pool = llm().engine.scheduler.pool
     assert pool.num_free == pool.num_pages
+
+
+def test_interleaved_streams_lose_nothing() -> None:
+    wanted = [llm().generate(prompt, max_tokens=12).text for prompt in ("User: Hello", CHAT)]
+    first, second = llm().stream("User: Hello", max_tokens=12), llm().stream(CHAT, max_tokens=12)
+    texts = ["", ""]
+    for one, other in zip_longest(first, second):
+        texts[0] += one.text if one else ""
+        texts[1] += other.text if other else ""
+    assert texts == wanted
+    assert llm().generate([]) == []
 
 
 def test_a_bad_prompt_costs_only_itself() -> None:
