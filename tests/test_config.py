@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from minieagle.models.config import (
@@ -126,6 +126,7 @@ NUMBERS = [name for name in TargetConfig.__dataclass_fields__ if type(TINY.get(n
 
 @given(st.sampled_from(NUMBERS), st.sampled_from([math.nan, math.inf, -1, None, "64", [4], True]))
 def test_no_number_can_be_nonsense(name: str, value: Any) -> None:
+    assume(name != "q_lora_rank" or value is not None)  # null there is the published way to say: no low-rank query
     with pytest.raises(ConfigError, match=f"{name}="):
         target_config(json.loads(json.dumps(TINY | {name: value})))
 

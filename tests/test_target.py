@@ -133,6 +133,7 @@ def test_boundaries_come_in_the_order_asked_for(boundaries: list[int], seed: int
 
 
 @TARGETS
+@torch.inference_mode()
 def test_the_head_of_the_last_boundary_is_the_logits(load: Load) -> None:
     target, last = load(), load().config.num_hidden_layers
     out = Run(target, 8).forward(tokens(5, 0), boundaries=(last,))
