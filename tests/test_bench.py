@@ -81,6 +81,13 @@ def test_synthetic_states_stay_near_unit_size(model: Path) -> None:
     assert 0.5 < out.captured.float().std() < 4 and 0.5 < out.logits.std() < 8
 
 
+def test_a_verify_pass_counts_its_experts(model: Path) -> None:
+    loaded = load(model / "target", None, [])
+    verify = limits.VerifyPass(loaded.target, limits.own_text(loaded, 40), 20)
+    assert verify.experts(1) == TINY["num_experts_per_tok"]
+    assert TINY["num_experts_per_tok"] < verify.experts(16) <= TINY["n_routed_experts"]
+
+
 def test_the_twin_holds_code_times_scale(model: Path) -> None:
     packed, twin = tensors(model / "target"), tensors(model / "target-bf16")
     name = "model.layers.1.mlp.experts.3.down_proj.weight"
