@@ -3,7 +3,7 @@
 The cache holds one row per token and layer: the rotated shared key k_pe [P], then the normed latent c_kv [R]. W_UK is
 folded into the query and W_UV into the output, so no per-head key or value is ever built: q_lat = q_nope W_UK,
 score = q_pe . k_pe + q_lat . c_kv, o_lat = softmax(score) c_kv, out = o_lat W_UV. Between the two foldings everything
-is float32; on a CPU W_UK and W_UV are too, where small fp32 products take half the time of bf16 ones.
+is float32; on a CPU small W_UK and W_UV are too, since small fp32 products take half the time of bf16 ones.
 
 T rows, H heads, N nope, P rotary and V value width per head, R latent rank.
 """
@@ -19,10 +19,15 @@ from minieagle.models.config import TargetConfig
 from minieagle.models.layers import Linear, RMSNorm, pad_rows
 from minieagle.models.rope import rotate_interleaved, softmax_scale
 
+FLOAT32_FOLD = 2**18
+"""kv_b weights of up to this many numbers (1 MB in float32, what a core's cache holds) are kept in float32 on a CPU."""
+
 
 def _per_head(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, H, a] times weight [H, a, b] -> [T, H, b] in the weight's dtype; rows in fours, as fp32 products need."""
-    rows = pad_rows(x.to(weight.dtype), 4)
+    """x [T, H, a] times weight [H, a, b] -> [T, H, b] in the weight's dtype; fp32 products need rows in fours."""
+    rows = x.to(weight.dtype)
+    if weight.dtype == torch.float32:
+        rows = pad_rows(rows, 4)
     return torch.bmm(rows.transpose(0, 1), weight).transpose(0, 1)[: x.shape[0]]
 
 

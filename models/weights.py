@@ -22,7 +22,7 @@ from minieagle.models.deepseek import Block, Target
 from minieagle.models.eagle3 import Drafter
 from minieagle.models.int4 import WORD, Int4Linear
 from minieagle.models.layers import Linear, SwiGLU
-from minieagle.models.mla import LatentAttention
+from minieagle.models.mla import FLOAT32_FOLD, LatentAttention
 from minieagle.models.moe import Expert, MixtureOfExperts
 from minieagle.models.rope import RotaryTable
 
@@ -169,7 +169,8 @@ def _fill_attention(fill: Filler, attention: LatentAttention, prefix: str) -> No
     widths = (attention.nope, attention.value)
     kv_b = fill.take({f"{prefix}.kv_b_proj.weight": (attention.num_heads * sum(widths), attention.rank)})
     w_uk, w_uv = kv_b.unflatten(0, (attention.num_heads, -1)).split(widths, dim=1)
-    folded = torch.float32 if fill.device.type == "cpu" else fill.dtype  # see models/mla.py
+    small = fill.device.type == "cpu" and kv_b.numel() <= FLOAT32_FOLD  # see models/mla.py
+    folded = torch.float32 if small else fill.dtype
     fill.put(attention, "w_uk", w_uk.to(folded).contiguous())
     fill.put(attention, "w_uv", w_uv.transpose(1, 2).to(folded).contiguous())
     fill.fill(attention.o, f"{prefix}.o_proj.weight")

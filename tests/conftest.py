@@ -2,6 +2,7 @@
 
 import os
 
+import torch
 from hypothesis import HealthCheck, settings
 
 # Read by the hub client when it is first imported, so they are set before any test module is.
@@ -15,3 +16,6 @@ settings.register_profile(
     "minieagle", deadline=None, max_examples=25, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("minieagle")
+
+# One thread: the models of the tests are small, and two threads on busy cores wait for each other at every product.
+torch.set_num_threads(1)
