@@ -141,7 +141,15 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, front: AsyncFront, sock: socket.socket, app: FastAPI, drain_s: float) -> None:
         super().__init__(
             uvicorn.Config(
-                app, log_level="warning", access_log=False, ws="none", lifespan="off", timeout_graceful_shutdown=5
+                app,
+                log_level="warning",
+                access_log=False,
+                ws="none",
+                lifespan="off",
+                timeout_graceful_shutdown=5,
+                # Longer than clients keep an idle connection (5 s in httpx, the default here too): were both equal, a
+                # server would at times close the connection that a client is just sending on.
+                timeout_keep_alive=75,
             )
         )
         self.drained = False
