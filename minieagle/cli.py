@@ -322,8 +322,14 @@ def _quantize(options: argparse.Namespace) -> int:
 def _train(options: argparse.Namespace) -> int:
     if not options.boundaries:
         raise ValueError("--boundaries is needed: name the target states the drafter reads, such as --boundaries 2 5 8")
-    llm = LLM(options.model, spec=False, max_seqs=options.max_seqs)
     path = options.output / "training" / "texts.jsonl"
+    if (options.output / "config.json").exists() and not path.exists():
+        raise ValueError(f"{options.output} holds another model, which training would replace: pass a new directory")
+    llm = LLM(options.model, spec=False, max_seqs=options.max_seqs)
+    beyond = [b for b in options.boundaries if not 0 <= b <= llm.engine.target.config.num_hidden_layers]
+    if beyond or len(set(options.boundaries)) < len(options.boundaries):
+        most = llm.engine.target.config.num_hidden_layers
+        raise ValueError(f"--boundaries {options.boundaries} must be distinct and in 0..{most} for this target")
     path.parent.mkdir(parents=True, exist_ok=True)
     prompts = sample_prompts(options.corpus, options.num_prompts, options.seed)
     with _counting() as progress:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from rich.table import Table
@@ -95,6 +95,8 @@ def compare(
     llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, *, show: Callable[[str], None] = lambda text: None
 ) -> Iterator[tuple[Run, Run]]:
     """Yields (plain, speculative) per prompt, after a short warm-up of each; odd prompts run speculative first."""
+    if params.seed is None:  # both ways must draw from the same noise
+        params = replace(params, seed=0)
     warm_up = SamplingParams(max_tokens=8)
     for spec in (False, True):
         run(llm, prompts[0], warm_up, spec=spec, show=lambda text: None)

@@ -8,6 +8,7 @@ the speed.
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from minieagle.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 SMALL_MODEL_BYTES = 200_000_000
+MAX_STEPS = 32
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -77,6 +79,8 @@ def load_engine(
     for directories that can't be used, ShapeError for trees.
     """
     shape = _shape(tree, num_steps, topk, num_draft_tokens)
+    if shape is not None and shape.num_steps > MAX_STEPS:
+        raise ShapeError(f"num_steps={shape.num_steps} must be at most {MAX_STEPS}: deeper drafts are never accepted")
     directory = embedded("target") if model is None else Path(model)
     if drafter is None and model is None and spec:
         drafter = embedded("drafter")
@@ -100,6 +104,7 @@ def load_engine(
     if drafter is not None:
         positions = target.config.max_position_embeddings + draft_rows(config.shape)
         loaded = load_drafter(Path(drafter), target, dtype=dtype, max_positions=positions)
+        _check_shape(config.shape, loaded.config.draft_vocab_size)
     return Engine(target, tokenizer, drafter=loaded, config=config)
 
 
@@ -123,11 +128,17 @@ def set_threads(threads: int | None, model: str | Path | None) -> None:
     """Fix PyTorch's CPU threads for this process; the API itself leaves them alone. None: one for a model whose files
     are below SMALL_MODEL_BYTES, where handing a 10 us product to a second core costs more than it saves; otherwise
     PyTorch's own choice."""
-    if threads is not None and threads < 1:
-        raise ModelError(f"threads={threads} must be at least 1")
+    most = 4 * (os.cpu_count() or 1)
+    if threads is not None and not 1 <= threads <= most:
+        raise ModelError(f"threads={threads} must be in 1..{most}, four times this machine's cores")
     directory = embedded("target") if model is None else Path(model)
     size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     torch.set_num_threads(threads or (1 if size < SMALL_MODEL_BYTES else torch.get_num_threads()))
+
+
+def _check_shape(shape: Shape, draft_vocab_size: int) -> None:
+    if shape.topk > draft_vocab_size:
+        raise ShapeError(f"topk={shape.topk} is more than the drafter's {draft_vocab_size} tokens: lower it")
 
 
 class LLM:
@@ -180,11 +191,18 @@ class LLM:
             prompt = cast(Prompt, prompts)
             return self._result(prompt, self._add(prompt, *options))
         items = cast(Sequence[Prompt], prompts)
-        added = [self._try_add(item, *options) for item in items]
-        return [
-            self._result(item, entry) if isinstance(entry, int) else entry
-            for item, entry in zip(items, added, strict=True)
-        ]
+        added: list[int | Result] = []
+        try:
+            for item in items:
+                added.append(self._try_add(item, *options))
+            return [
+                self._result(item, entry) if isinstance(entry, int) else entry
+                for item, entry in zip(items, added, strict=True)
+            ]
+        finally:  # an interrupt must not leave the others running
+            for entry in added:
+                if isinstance(entry, int):
+                    self._forget(entry)
 
     def chat(
         self,
@@ -208,6 +226,10 @@ class LLM:
         """Token ids of a prompt in any of its three forms."""
         if isinstance(prompt, str):
             return tuple(self.tokenizer.encode(prompt))
+        if not isinstance(prompt, Sequence):
+            raise RequestError(
+                f"a prompt is a string, token ids or chat messages, got {type(prompt).__name__}", param="prompt"
+            )
         if all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
             return tuple(prompt)  # type: ignore[arg-type]
         return tuple(self.tokenizer.encode_chat(prompt))  # type: ignore[arg-type]
@@ -251,8 +273,11 @@ class LLM:
                 if inbox.popleft().finish_reason is not None:
                     return
         finally:
-            del self._inboxes[request_id]
-            self.engine.abort(request_id)
+            self._forget(request_id)
+
+    def _forget(self, request_id: int) -> None:
+        self._inboxes.pop(request_id, None)
+        self.engine.abort(request_id)
 
     def _result(self, prompt: Prompt, request_id: int) -> Result:
         outputs = list(self._outputs(request_id))

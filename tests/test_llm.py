@@ -75,6 +75,13 @@ def test_a_bad_prompt_costs_only_itself() -> None:
         llm().generate("")
 
 
+def test_an_item_of_the_wrong_type_costs_only_itself() -> None:
+    wrong: Any = [CHAT, None, 5]
+    good, none, number = llm().generate(wrong, max_tokens=4)
+    assert good.error is None and "NoneType" in str(none.error) and "int" in str(number.error)
+    assert not llm().engine.has_work
+
+
 def test_same_seed_same_text_at_any_temperature() -> None:
     one = llm().chat(CHAT, temperature=1.0, seed=3, max_tokens=30)
     assert one.token_ids == llm().chat(CHAT, temperature=1.0, seed=3, max_tokens=30, spec=False).token_ids
@@ -107,6 +114,8 @@ def test_speculation_without_a_drafter_is_refused() -> None:
         ({"tree": "chain:0"}, ShapeError, "num_steps"),
         ({"tree": "chain:3", "num_steps": 3, "topk": 1, "num_draft_tokens": 4}, ShapeError, "one way"),
         ({"tree": "chain:3", "spec": False}, ModelError, "drafter"),
+        ({"tree": "dynamic:1,3000,50"}, ShapeError, "2048"),
+        ({"tree": "chain:100000"}, ShapeError, "32"),
         ({"max_context_tokens": 4096}, ValueError, "2048"),
         ({"page_sise": 4}, TypeError, "page_sise"),
     ],
