@@ -19,6 +19,8 @@ from torch import Tensor
 from minieagle.spec.noise import gumbel
 
 MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 4096
 _CANDIDATES = 512  # how many of the best tokens top_k and top_p look at before they sort the whole vocabulary
 
 
@@ -100,7 +102,13 @@ def _check_integer(name: str, value: object, low: float, high: float, remedy: st
 def _strings(value: object) -> tuple[str, ...]:
     items = (value,) if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item for item in items):
-        raise SamplingError(f"stop is {value!r}: it must be a non-empty string or a list of such")
+        raise SamplingError(f"stop is {value!r:.80}: it must be a non-empty string or a list of such")
+    # every token of a request looks for all of them, between everybody's steps
+    if len(items) > MAX_STOP_STRINGS or sum(map(len, items)) > MAX_STOP_CHARACTERS:
+        raise SamplingError(
+            f"stop holds {len(items)} strings of {sum(map(len, items))} characters: at most {MAX_STOP_STRINGS} strings "
+            f"of {MAX_STOP_CHARACTERS} characters together"
+        )
     return tuple(items)
 
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ranks = group.from_environment()
             sock = stack.enter_context(server.bind(arguments.host, arguments.port))
             engine = _load(arguments, ranks)
-        except ValueError as error:  # the user's to mend, whichever folder named it
+        except (ValueError, OSError) as error:  # the user's to mend, whichever folder named it
             print(f"minieagle serve: {error}", file=sys.stderr)
             return 2
         print(f"speculation: {_effective_shape(engine)}", flush=True)

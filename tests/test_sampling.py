@@ -265,3 +265,10 @@ def test_parameters_are_named_and_frozen() -> None:
 
 def test_bounds_themselves_are_accepted() -> None:
     SamplingParams(temperature=100, top_k=2**31 - 1, top_p=1e-9, min_p=1, seed=-(2**63), max_tokens=1, logprobs=20)
+
+
+def test_stop_strings_are_bounded() -> None:
+    SamplingParams(stop=("ab",) * 16)
+    for stop in (("a",) * 17, ("a" * 4097,)):
+        with pytest.raises(SamplingError, match="at most 16 strings of 4096 characters"):
+            SamplingParams(stop=stop)
