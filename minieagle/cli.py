@@ -24,6 +24,7 @@ from minieagle import serve
 from minieagle.compare import Comparison, compare
 from minieagle.llm import LLM, set_threads
 from minieagle.models.config import DrafterConfig
+from minieagle.models.weights import check_fits
 from minieagle.quantize import quantize_directory
 from minieagle.sampling import SamplingParams
 from minieagle.spec.train import Report, TrainConfig, Trainer
@@ -326,10 +327,9 @@ def _train(options: argparse.Namespace) -> int:
     if (options.output / "config.json").exists() and not path.exists():
         raise ValueError(f"{options.output} holds another model, which training would replace: pass a new directory")
     llm = LLM(options.model, spec=False, max_seqs=options.max_seqs)
-    beyond = [b for b in options.boundaries if not 0 <= b <= llm.engine.target.config.num_hidden_layers]
-    if beyond or len(set(options.boundaries)) < len(options.boundaries):
-        most = llm.engine.target.config.num_hidden_layers
-        raise ValueError(f"--boundaries {options.boundaries} must be distinct and in 0..{most} for this target")
+    target = llm.engine.target
+    drafter, training = _drafter_config(options, llm), _train_config(options)  # checked before hours of writing texts
+    check_fits(drafter, target.config)
     path.parent.mkdir(parents=True, exist_ok=True)
     prompts = sample_prompts(options.corpus, options.num_prompts, options.seed)
     with _counting() as progress:
@@ -342,10 +342,7 @@ def _train(options: argparse.Namespace) -> int:
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     texts = read_texts(path)
-    target = llm.engine.target
-    trainer = Trainer(
-        target, [text.tokens for text in texts], _drafter_config(options, llm), _train_config(options), options.output
-    )
+    trainer = Trainer(target, [text.tokens for text in texts], drafter, training, options.output)
     with _counting() as progress:
         task = progress.add_task("updates", total=options.num_updates, completed=trainer.update)
         trainer.run(lambda report: _train_report(progress, task, report))

@@ -79,10 +79,6 @@ class Sequence:
     stats: SpecStats = field(default_factory=SpecStats)
 
     @property
-    def is_prefilling(self) -> bool:
-        return self.tree is None
-
-    @property
     def num_left(self) -> int:
         """Tokens it may still emit."""
         return self.limit - len(self.tokens)

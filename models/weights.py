@@ -322,7 +322,7 @@ def load_drafter(
 ) -> Drafter:
     """Load an EAGLE-3 drafter for `target`, sharing its embeddings unless the checkpoint brings its own."""
     config = drafter_config(read_json(directory / "config.json"))
-    _check_fits(config, target.config)
+    check_fits(config, target.config)
     checkpoint = Checkpoint(directory)
     fill = Filler(checkpoint, dtype or getattr(torch, config.dtype), target.device)
     with torch.device("meta"):
@@ -360,7 +360,8 @@ def fill_drafter(fill: Filler, drafter: Drafter) -> None:
     fill.fill(drafter.lm_head, "lm_head.weight")
 
 
-def _check_fits(drafter: DrafterConfig, target: TargetConfig) -> None:
+def check_fits(drafter: DrafterConfig, target: TargetConfig) -> None:
+    """Raises CheckpointError unless a drafter of this config can read this target: vocabulary, width, boundaries."""
     pairs = [
         ("vocab_size", drafter.vocab_size, target.vocab_size),
         ("target_hidden_size", drafter.target_hidden_size, target.hidden_size),
