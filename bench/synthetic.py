@@ -31,9 +31,10 @@ from bench.report import Report, new_parser
 from bench.twin import write_twin
 from minieagle.errors import ModelError
 from minieagle.llm import embedded
-from minieagle.models.config import DrafterConfig, TargetConfig, read_json, target_config
+from minieagle.models.config import TargetConfig, read_json, target_config
+from minieagle.models.drafter_config import DrafterConfig
 from minieagle.models.int4 import WORD
-from minieagle.models.weights import load_target
+from minieagle.models.target_weights import load_target
 from minieagle.quantize import quantization_config
 from minieagle.spec.train import new_drafter, save_drafter
 

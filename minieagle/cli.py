@@ -23,8 +23,8 @@ from rich.progress import (
 from minieagle import serve
 from minieagle.compare import Comparison, compare
 from minieagle.llm import LLM, set_threads
-from minieagle.models.config import DrafterConfig
-from minieagle.models.weights import check_fits
+from minieagle.models.drafter_config import DrafterConfig
+from minieagle.models.drafter_weights import check_fits
 from minieagle.quantize import quantize_directory
 from minieagle.sampling import SamplingParams
 from minieagle.spec.train import Report, TrainConfig, Trainer

@@ -21,8 +21,10 @@ import torch
 
 from minieagle.engine import Engine, EngineConfig, Output, Request, TokenLogprob
 from minieagle.errors import ModelError, RequestError
+from minieagle.models.checkpoint import Progress
+from minieagle.models.drafter_weights import load_drafter
 from minieagle.models.selfcheck import row_difference
-from minieagle.models.weights import Progress, load_drafter, load_target
+from minieagle.models.target_weights import load_target
 from minieagle.sampling import SamplingParams
 from minieagle.sequence import SpecStats
 from minieagle.spec.draft import draft_rows

@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minieagle.errors import ModelError
+from minieagle.models.checkpoint import Checkpoint
 from minieagle.models.config import read_json, target_config
 from minieagle.models.int4 import pack, quantize
-from minieagle.models.weights import Checkpoint
 
 _ROUTED = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "MODEL_CARD.md")

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says, as two frozen dataclasses.
+"""What a target's config.json says, as a frozen dataclass, and the checks that every config shares.
 
 Field names are the published ones (DeepSeek-V3, Kimi-K2). A field that changes the math and that this engine does not
 implement is an error; fields that do nothing at inference are ignored. See the DeepSeek-V3 technical report
@@ -38,8 +38,9 @@ def _fault(name: str, kind: str, value: Any) -> str | None:
     return None
 
 
-def _check_fields(config: Yarn | TargetConfig | DrafterConfig) -> None:
-    """Refuse what json reads without complaint and no model can mean: NaN, negative sizes, text for a number, null."""
+def check_fields(config: Any) -> None:
+    """Refuse in a dataclass what json reads without complaint and no model can mean: NaN, negative sizes, text for a
+    number, null."""
     for field in fields(config):
         value, kind = getattr(config, field.name), str(field.type)
         if value is None and kind.endswith("| None"):
@@ -49,7 +50,7 @@ def _check_fields(config: Yarn | TargetConfig | DrafterConfig) -> None:
             raise ConfigError(f"config.json: {field.name}={value!r} must be {fault}")
 
 
-def _refuse_unless(allowed: Mapping[str, tuple[Any, ...]], config: Mapping[str, Any], where: str) -> None:
+def refuse_unless(allowed: Mapping[str, tuple[Any, ...]], config: Mapping[str, Any], where: str) -> None:
     """Refuse fields that change the math and hold another value than those that are implemented."""
     for name, values in allowed.items():
         if name in config and config[name] not in values:
@@ -68,7 +69,7 @@ class Yarn:
     mscale_all_dim: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,7 @@ class TargetConfig:
     quantization: int | None = None
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
         if self.qk_rope_head_dim % 2:
             raise ConfigError(f"config.json: qk_rope_head_dim={self.qk_rope_head_dim} must be even: it rotates pairs")
         if self.n_routed_experts % self.n_group or self.n_group < self.topk_group:
@@ -128,68 +129,6 @@ class TargetConfig:
     def latent_width(self) -> int:
         """Numbers cached per token and layer: rotated shared key, then normed latent (576 in the published models)."""
         return self.qk_rope_head_dim + self.kv_lora_rank
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrafterConfig:
-    """An EAGLE-3 drafter (arXiv 2503.01840): one layer over [normed embedding ; normed fused state].
-
-    `boundaries` are the target's hidden states that it reads, in order (boundary b = the state entering layer b).
-    The flags are those that published checkpoints carry: `norm_before_residual` takes the residual after hidden_norm,
-    `norm_before_fc` is one norm over the concatenated states, `fc_norm` one norm per state, `norm_output` feeds the
-    post-norm state back (EAGLE-3.1).
-    """
-
-    hidden_size: int
-    target_hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    draft_vocab_size: int
-    boundaries: tuple[int, ...]
-    max_position_embeddings: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    own_embeddings: bool = False
-    dtype: str = "bfloat16"
-
-    def __post_init__(self) -> None:
-        _check_fields(self)
-        if not self.boundaries or any(type(b) is not int or b < 0 for b in self.boundaries):
-            raise ConfigError(f"boundaries={list(self.boundaries)} must name at least one boundary, each 0 or more")
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim={self.head_dim} must be even: it rotates pairs")
-        if self.draft_vocab_size > self.vocab_size:
-            raise ConfigError(f"draft_vocab_size={self.draft_vocab_size} exceeds vocab_size={self.vocab_size}")
-        if self.norm_before_fc and self.fc_norm:
-            raise ConfigError(
-                "norm_before_fc=true and fc_norm=true exclude each other: keep the one it was trained with"
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}"
-            )
-        if self.hidden_size != self.target_hidden_size and not self.own_embeddings:
-            raise ConfigError(
-                f"hidden_size={self.hidden_size} differs from target_hidden_size={self.target_hidden_size}, so the "
-                "target's embeddings can't be shared: the drafter needs embed_tokens of its own"
-            )
-
-    def to_json(self) -> dict[str, Any]:
-        """The config.json of a minieagle drafter; boundaries are named as such, so no convention has to be guessed."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "boundaries"}
-        return (
-            {"architectures": ["Eagle3Drafter"], "model_type": "minieagle_eagle3"}
-            | fields
-            | {"boundaries": list(self.boundaries)}
-        )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -236,7 +175,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, Yarn | None]:
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise ConfigError(f"config.json: the rope description {scaling!r} is not an object")
-    _refuse_unless(_FIXED_ROPE, scaling, "config.json: rope")
+    refuse_unless(_FIXED_ROPE, scaling, "config.json: rope")
     theta = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
@@ -264,14 +203,14 @@ def _group_size(config: Mapping[str, Any]) -> int | None:
     for name, value in wanted.items():
         if weights.get(name) != value:
             raise ConfigError(f"quantization {name}={weights.get(name)!r} is not supported; only {value!r} is")
-    _refuse_unless({"actorder": (None,)}, weights, "quantization")
+    refuse_unless({"actorder": (None,)}, weights, "quantization")
     group_size: int = _need(weights, "group_size")
     return group_size
 
 
 def target_config(config: Mapping[str, Any]) -> TargetConfig:
     """Parse the config.json of a target. Raises ConfigError for what is missing or not implemented."""
-    _refuse_unless(_FIXED, config, "config.json")
+    refuse_unless(_FIXED, config, "config.json")
     theta, yarn = _rope(config)
     names = [name for name in TargetConfig.__dataclass_fields__ if name in config]
     known = {name: config[name] for name in names if name not in ("rope_theta", "dtype", "yarn", "quantization")}
@@ -286,26 +225,3 @@ def target_config(config: Mapping[str, Any]) -> TargetConfig:
         dtype=str(config.get("dtype", config.get("torch_dtype", "bfloat16"))),
         quantization=_group_size(config),
     )
-
-
-# A drafter has one layer of the plainest kind.
-_FIXED_DRAFTER: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "num_hidden_layers": (1,),
-    "rope_scaling": (None,),
-}
-
-
-def drafter_config(config: Mapping[str, Any]) -> DrafterConfig:
-    """Parse the config.json of a drafter that states its boundaries. Raises ConfigError for what is missing or not
-    implemented."""
-    _refuse_unless(_FIXED_DRAFTER, config, "the drafter's config.json")
-    if not isinstance(config.get("boundaries"), list):
-        raise ConfigError("the drafter's config.json lists no `boundaries`: state which target states it reads")
-    known: dict[str, Any] = {name: config[name] for name in DrafterConfig.__dataclass_fields__ if name in config}
-    known["boundaries"] = tuple(config["boundaries"])
-    try:
-        return DrafterConfig(**known)
-    except TypeError as error:
-        raise ConfigError(f"the drafter's config.json is incomplete: {error}") from None

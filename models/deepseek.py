@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class Target(nn.Module):
-    """The whole model. Weights are filled by models/weights.py."""
+    """The whole model. Weights are filled by target_weights.py."""
 
     def __init__(self, config: TargetConfig) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from minieagle.models.attention import AttentionPlan, attend
 from minieagle.models.cache import PagedCache
-from minieagle.models.config import DrafterConfig
+from minieagle.models.drafter_config import DrafterConfig
 from minieagle.models.layers import Linear, RMSNorm, SwiGLU
 from minieagle.models.rope import RotaryTable, rotate_half
 from minieagle.models.rows import Rows
@@ -64,7 +64,7 @@ class DrafterLayer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """Weights are filled by models/weights.py or by training; `embed_tokens` is the target's unless it has its own."""
+    """Weights are filled by drafter_weights.py or by training; `embed_tokens` is the target's unless it has its own."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()

@@ -28,8 +28,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from minieagle.models.config import DrafterConfig
 from minieagle.models.deepseek import Target
+from minieagle.models.drafter_config import DrafterConfig
 from minieagle.models.eagle3 import Drafter
 from minieagle.models.layers import Linear, RMSNorm
 from minieagle.models.rope import RotaryTable, rotate_half

@@ -8,8 +8,9 @@ from typing import Any
 from minieagle.engine import Engine, EngineConfig, Output, Request
 from minieagle.llm import embedded
 from minieagle.models.deepseek import Target
+from minieagle.models.drafter_weights import load_drafter
 from minieagle.models.eagle3 import Drafter
-from minieagle.models.weights import load_drafter, load_target
+from minieagle.models.target_weights import load_target
 from minieagle.sampling import SamplingParams
 from minieagle.sequence import SpecStats
 from minieagle.spec.tree import parse_shape

@@ -17,7 +17,7 @@ from minieagle.models.cache import PagedCache, PagePool
 from minieagle.models.deepseek import Block, Target, TargetOutput
 from minieagle.models.moe import Expert, MixtureOfExperts
 from minieagle.models.rows import Rows, Span
-from minieagle.models.weights import load_target
+from minieagle.models.target_weights import load_target
 from tests.oracles import save_target
 
 SEEDS = st.integers(0, 2**20)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from minieagle.cli import main
-from minieagle.models.weights import load_drafter
+from minieagle.models.drafter_weights import load_drafter
 from tests import embedded
 from tests.embedded import MESSAGES
 

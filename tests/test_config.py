@@ -9,15 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from minieagle.models.config import (
-    ConfigError,
-    DrafterConfig,
-    TargetConfig,
-    Yarn,
-    drafter_config,
-    read_json,
-    target_config,
-)
+from minieagle.models.config import ConfigError, TargetConfig, Yarn, read_json, target_config
+from minieagle.models.drafter_config import DrafterConfig, drafter_config
 from minieagle.quantize import quantization_config
 from tests.oracles import TINY
 

@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from minieagle.models.checkpoint import CheckpointError
 from minieagle.models.config import ConfigError
+from minieagle.models.drafter_weights import load_drafter
 from minieagle.models.eagle3 import Drafter, DrafterOutput
 from minieagle.models.rows import Rows, Span
-from minieagle.models.weights import CheckpointError, load_drafter
 from minieagle.spec.train import save_drafter
 from tests.oracles import PlainDrafter, Tensors, drafter_tensors, save_drafter_files
 from tests.strategies import (

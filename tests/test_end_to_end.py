@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from minieagle.engine import Engine, EngineConfig, Request
-from minieagle.models.config import DrafterConfig
-from minieagle.models.weights import load_drafter, load_target
+from minieagle.models.drafter_config import DrafterConfig
+from minieagle.models.drafter_weights import load_drafter
+from minieagle.models.target_weights import load_target
 from minieagle.sampling import SamplingParams
 from minieagle.spec.accept import Accepted, accept
 from minieagle.spec.train import new_drafter, save_drafter

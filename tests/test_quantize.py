@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import DeepseekV3ForCausalLM
 
 from minieagle.errors import ModelError
+from minieagle.models.checkpoint import CheckpointError
 from minieagle.models.config import ConfigError
 from minieagle.models.int4 import Int4Linear
-from minieagle.models.weights import CheckpointError, load_target
+from minieagle.models.target_weights import load_target
 from minieagle.quantize import quantize_directory
 from tests.oracles import TINY, Oracle, Tensors, dequantised, save_dequantised, save_target
 from tests.strategies import Run, an_expert, tokens

@@ -16,7 +16,7 @@ from torch import Tensor
 from minieagle.models.attention import KEY_BLOCK
 from minieagle.models.deepseek import Target
 from minieagle.models.rows import Rows, Span
-from minieagle.models.weights import load_target
+from minieagle.models.target_weights import load_target
 from tests.oracles import Oracle, Reference, save_target
 from tests.strategies import (
     SEEDS,

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from minieagle.models.config import DrafterConfig
+from minieagle.models.drafter_config import DrafterConfig
+from minieagle.models.drafter_weights import load_drafter
 from minieagle.models.eagle3 import Drafter, DrafterOutput
 from minieagle.models.rows import Rows, Span
-from minieagle.models.weights import load_drafter
 from minieagle.spec.train import (
     Report,
     TrainConfig,

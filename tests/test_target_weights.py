@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from minieagle.models.checkpoint import CheckpointError
 from minieagle.models.config import ConfigError
 from minieagle.models.int4 import Int4Linear
 from minieagle.models.layers import Linear
-from minieagle.models.weights import CheckpointError, load_target
+from minieagle.models.target_weights import load_target
 from minieagle.quantize import quantize_directory
 from tests.oracles import Tensors, save_target
 from tests.strategies import Run, an_expert, tokens
@@ -259,7 +260,7 @@ def test_progress_rises_to_the_whole(tmp_path: Path) -> None:
 MEASURE = """
 import sys
 from pathlib import Path
-from minieagle.models.weights import load_target
+from minieagle.models.target_weights import load_target
 
 def peak(name):
     line = next(line for line in open("/proc/self/status") if line.startswith(name))

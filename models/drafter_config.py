@@ -1,0 +1,98 @@
+"""What a drafter's config.json says, as one frozen dataclass: sizes, and the wiring flags that change its math.
+
+Field names are those of published EAGLE-3 checkpoints. What other projects write is read by spec/wiring.py; this file
+knows only minieagle's own spelling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from minieagle.models.config import ConfigError, check_fields, refuse_unless
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """An EAGLE-3 drafter (arXiv 2503.01840): one layer over [normed embedding ; normed fused state].
+
+    `boundaries` are the target's hidden states that it reads, in order (boundary b = the state entering layer b).
+    The flags are those that published checkpoints carry: `norm_before_residual` takes the residual after hidden_norm,
+    `norm_before_fc` is one norm over the concatenated states, `fc_norm` one norm per state, `norm_output` feeds the
+    post-norm state back (EAGLE-3.1).
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    boundaries: tuple[int, ...]
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    own_embeddings: bool = False
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.boundaries or any(type(b) is not int or b < 0 for b in self.boundaries):
+            raise ConfigError(f"boundaries={list(self.boundaries)} must name at least one boundary, each 0 or more")
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim} must be even: it rotates pairs")
+        if self.draft_vocab_size > self.vocab_size:
+            raise ConfigError(f"draft_vocab_size={self.draft_vocab_size} exceeds vocab_size={self.vocab_size}")
+        if self.norm_before_fc and self.fc_norm:
+            raise ConfigError(
+                "norm_before_fc=true and fc_norm=true exclude each other: keep the one it was trained with"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        if self.hidden_size != self.target_hidden_size and not self.own_embeddings:
+            raise ConfigError(
+                f"hidden_size={self.hidden_size} differs from target_hidden_size={self.target_hidden_size}, so the "
+                "target's embeddings can't be shared: the drafter needs embed_tokens of its own"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """The config.json of a minieagle drafter; boundaries are named as such, so no convention has to be guessed."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "boundaries"}
+        return (
+            {"architectures": ["Eagle3Drafter"], "model_type": "minieagle_eagle3"}
+            | fields
+            | {"boundaries": list(self.boundaries)}
+        )
+
+
+# A drafter has one layer of the plainest kind.
+_FIXED_DRAFTER: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "num_hidden_layers": (1,),
+    "rope_scaling": (None,),
+}
+
+
+def drafter_config(config: Mapping[str, Any]) -> DrafterConfig:
+    """Parse the config.json of a drafter that states its boundaries. Raises ConfigError for what is missing or not
+    implemented."""
+    refuse_unless(_FIXED_DRAFTER, config, "the drafter's config.json")
+    if not isinstance(config.get("boundaries"), list):
+        raise ConfigError("the drafter's config.json lists no `boundaries`: state which target states it reads")
+    known: dict[str, Any] = {name: config[name] for name in DrafterConfig.__dataclass_fields__ if name in config}
+    known["boundaries"] = tuple(config["boundaries"])
+    try:
+        return DrafterConfig(**known)
+    except TypeError as error:
+        raise ConfigError(f"the drafter's config.json is incomplete: {error}") from None

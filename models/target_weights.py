@@ -1,0 +1,162 @@
+"""Loading a target: published DeepSeek-V3 names to modules.
+
+Files are released after each layer, so that loading peaks at the model's own size plus about one layer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from minieagle.models.checkpoint import Checkpoint, CheckpointError, Filler, Progress, check_filled
+from minieagle.models.config import TargetConfig, read_json, target_config
+from minieagle.models.deepseek import Block, Target
+from minieagle.models.int4 import WORD, Int4Linear
+from minieagle.models.layers import Linear
+from minieagle.models.mla import FLOAT32_FOLD, LatentAttention
+from minieagle.models.moe import Expert, MixtureOfExperts
+from minieagle.models.rope import RotaryTable
+
+# Buffers that some checkpoints store and that are computed here.
+_COMPUTED = re.compile(r"\.(rotary_emb\.inv_freq|cos_cached|sin_cached)$")
+
+
+def _fill_attention(fill: Filler, attention: LatentAttention, prefix: str) -> None:
+    query = "q_proj" if attention.q_rank is None else "q_a_proj"
+    names = [f"{prefix}.{query}.weight", f"{prefix}.kv_a_proj_with_mqa.weight"]
+    fill.fill(attention.qkv_a, *names, rows=[attention.qkv_a_q_width, attention.rank + attention.rope])
+    if attention.q_rank is not None:
+        fill.fill(attention.q_a_norm, f"{prefix}.q_a_layernorm.weight")
+        fill.fill(attention.q_b, f"{prefix}.q_b_proj.weight")
+    fill.fill(attention.kv_a_norm, f"{prefix}.kv_a_layernorm.weight")
+    widths = (attention.nope, attention.value)
+    kv_b = fill.take({f"{prefix}.kv_b_proj.weight": (attention.num_heads * sum(widths), attention.rank)})
+    w_uk, w_uv = kv_b.unflatten(0, (attention.num_heads, -1)).split(widths, dim=1)
+    small = fill.device.type == "cpu" and kv_b.numel() <= FLOAT32_FOLD  # see models/mla.py
+    folded = torch.float32 if small else fill.dtype
+    fill.put(attention, "w_uk", w_uk.to(folded).contiguous())
+    fill.put(attention, "w_uv", w_uv.transpose(1, 2).to(folded).contiguous())
+    fill.fill(attention.o, f"{prefix}.o_proj.weight")
+
+
+def _expert_linear(fill: Filler, names: list[str], rows: int, width: int) -> nn.Module:
+    """One product [rows, width] of an expert from its published names, INT4 exactly when the checkpoint has
+    `weight_packed`."""
+    if f"{names[0]}.weight_packed" in fill.checkpoint:
+        return _int4_linear(fill, names, rows // len(names), width)
+    with torch.device("meta"):
+        linear = Linear(width, rows)
+    fill.fill(linear, *[f"{name}.weight" for name in names])
+    return linear
+
+
+def _int4_linear(fill: Filler, names: list[str], height: int, width: int) -> Int4Linear:
+    """The packed weights [height, width] of each name, one below the other."""
+    group = fill.group_size
+    if group is None or width % group or width % WORD:
+        raise CheckpointError(
+            f"{names[0]}.weight_packed: config.json states group_size={group}, which must divide the {width} columns"
+        )
+    for name in names:
+        _check_plain_int4(fill.checkpoint, f"{name}.weight", [height, width])
+    packed = fill.take({f"{name}.weight_packed": (height, width // WORD) for name in names}, dtype=torch.int32)
+    scale = fill.take({f"{name}.weight_scale": (height, width // group) for name in names})
+    return Int4Linear(packed, scale, fill.dtype)
+
+
+def _check_plain_int4(checkpoint: Checkpoint, name: str, shape: list[int]) -> None:
+    """Refuse what would change the weight: zero points, activation order, a stated shape that is not the config's."""
+    for suffix in ("zero_point", "g_idx"):
+        if f"{name}_{suffix}" in checkpoint:
+            raise CheckpointError(f"{name}_{suffix}: only symmetric INT4 without activation order is supported")
+    if f"{name}_shape" in checkpoint:
+        stated = checkpoint.take(f"{name}_shape").tolist()
+        if stated != shape:
+            raise CheckpointError(f"{name}_shape says {stated}, the config asks for {shape}")
+
+
+def _fill_experts(fill: Filler, moe: MixtureOfExperts, config: TargetConfig, prefix: str) -> None:
+    fill.fill(moe.router, f"{prefix}.gate.weight", dtype=torch.float32)
+    bias = f"{prefix}.gate.e_score_correction_bias"
+    fill.put(moe.router, "e_score_correction_bias", fill.take({bias: (config.n_routed_experts,)}, dtype=torch.float32))
+    width, inner = config.hidden_size, config.moe_intermediate_size
+    for e in range(config.n_routed_experts):
+        name = f"{prefix}.experts.{e}"
+        gate_up = _expert_linear(fill, [f"{name}.gate_proj", f"{name}.up_proj"], 2 * inner, width)
+        moe.experts.append(Expert(gate_up, _expert_linear(fill, [f"{name}.down_proj"], width, inner)))
+    if moe.shared is not None:
+        fill.swiglu(moe.shared, f"{prefix}.shared_experts")
+
+
+def _fill_block(fill: Filler, block: Block, config: TargetConfig, prefix: str) -> None:
+    fill.fill(block.input_norm, f"{prefix}.input_layernorm.weight")
+    fill.fill(block.post_attention_norm, f"{prefix}.post_attention_layernorm.weight")
+    _fill_attention(fill, block.attention, f"{prefix}.self_attn")
+    if isinstance(block.feed_forward, MixtureOfExperts):
+        _fill_experts(fill, block.feed_forward, config, f"{prefix}.mlp")
+    else:
+        fill.swiglu(block.feed_forward, f"{prefix}.mlp")
+
+
+def _give_back_memory() -> None:
+    """Return freed memory to the system. Temporaries of loading leave holes between lasting tensors, which glibc keeps:
+    for INT4 experts as much again as the model itself."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+        if trim is not None:
+            trim(0)
+
+
+def _beyond(config: TargetConfig) -> Callable[[str], bool]:
+    """Names of multi-token-prediction layers (index num_hidden_layers and up) and of computed buffers."""
+
+    def unwanted(name: str) -> bool:
+        found = re.match(r"model\.layers\.(\d+)\.", name)
+        return bool(_COMPUTED.search(name)) or (found is not None and int(found[1]) >= config.num_hidden_layers)
+
+    return unwanted
+
+
+def load_target(
+    directory: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    max_positions: int | None = None,
+    progress: Progress | None = None,
+) -> Target:
+    """Load a DeepSeek-V3-architecture model. dtype: None keeps the checkpoint's; max_positions sizes the rotary table,
+    None takes the config's limit. Raises ConfigError or CheckpointError naming what is wrong."""
+    config = target_config(read_json(directory / "config.json"))
+    checkpoint = Checkpoint(directory)
+    fill = Filler(checkpoint, dtype or getattr(torch, config.dtype), device or torch.device("cpu"), config.quantization)
+    report = progress or (lambda done, total: None)
+    with torch.device("meta"):
+        target = Target(config)
+    checkpoint.drop(_beyond(config))
+    fill.put(target, "embed_tokens", fill.take({"model.embed_tokens.weight": target.embed_tokens.shape}))
+    for index, block in enumerate(target.layers):
+        assert isinstance(block, Block)
+        _fill_block(fill, block, config, f"model.layers.{index}")
+        checkpoint.release()
+        _give_back_memory()
+        report(checkpoint.taken_bytes, checkpoint.total_bytes)
+    fill.fill(target.norm, "model.norm.weight")
+    if config.tie_word_embeddings:
+        checkpoint.drop(lambda name: name == "lm_head.weight")
+        fill.put(target.lm_head, "weight", target.embed_tokens.detach().clone())
+        target.lm_head.pack()
+    else:
+        fill.fill(target.lm_head, "lm_head.weight")
+    check_filled(target, directory)
+    checkpoint.finish()
+    positions = max_positions or config.max_position_embeddings
+    target.rotary = RotaryTable(config.qk_rope_head_dim, config.rope_theta, positions, config.yarn).to(fill.device)
+    report(checkpoint.total_bytes, checkpoint.total_bytes)
+    return target.eval()
