@@ -10,17 +10,38 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from minieagle.models.config import ConfigError, check_fields, refuse_unless
+from minieagle.models.config import ConfigError, Yarn, check_fields, refuse_unless
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSizes:
+    """Widths of a drafter whose attention is multi-head latent attention, as the MLA drafters for Kimi and DeepSeek
+    have it; `q_lora_rank` null is one plain query product."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.qk_rope_head_dim % 2:
+            raise ConfigError(f"qk_rope_head_dim={self.qk_rope_head_dim} must be even: it rotates pairs")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
-    """An EAGLE-3 drafter (arXiv 2503.01840): one layer over [normed embedding ; normed fused state].
+    """An EAGLE-3 drafter (arXiv 2503.01840): one layer over [normed embedding ; normed fused state], then
+    num_hidden_layers - 1 plain ones.
 
-    `boundaries` are the target's hidden states that it reads, in order (boundary b = the state entering layer b).
-    The flags are those that published checkpoints carry: `norm_before_residual` takes the residual after hidden_norm,
-    `norm_before_fc` is one norm over the concatenated states, `fc_norm` one norm per state, `norm_output` feeds the
-    post-norm state back (EAGLE-3.1).
+    `boundaries` are the target's hidden states that it reads, in order (boundary b = the state entering layer b);
+    `last_state` says whether boundary L is meant before or after the target's final norm. The flags are those that
+    published checkpoints carry: `norm_before_residual` takes the residual after hidden_norm, `norm_before_fc` is one
+    norm over the concatenated states, `fc_norm` one norm per state, `norm_output` feeds the post-norm state back
+    (EAGLE-3.1), `norm_before_head` off gives the head the un-normed state, `qk_norm` norms each query and key head.
+    `rope_style` "half" rotates (x_i, x_{i + d/2}) as llama does, "interleaved" (x_0, x_1), (x_2, x_3), ... as DeepSeek
+    does. `latent` not null is latent attention. `max_position_embeddings` is the length it was trained for.
     """
 
     hidden_size: int
@@ -39,7 +60,15 @@ class DrafterConfig:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    norm_before_head: bool = True
+    qk_norm: bool = False
+    num_hidden_layers: int = 1
+    rope_style: str = "half"
+    yarn: Yarn | None = None
+    latent: LatentSizes | None = None
+    last_state: str = "pre-norm"
     own_embeddings: bool = False
+    own_head: bool = True
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
