@@ -11,6 +11,8 @@ from minieagle.models.checkpoint import Checkpoint, CheckpointError, Filler, che
 from minieagle.models.config import TargetConfig, read_json
 from minieagle.models.deepseek import Target
 from minieagle.models.drafter_config import DrafterConfig, drafter_config
+from minieagle.models.drafter_names import DrafterShapes as DrafterShapes
+from minieagle.models.drafter_names import drafter_shapes as drafter_shapes
 from minieagle.models.eagle3 import Drafter
 from minieagle.models.rope import RotaryTable
 

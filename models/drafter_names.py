@@ -1,0 +1,136 @@
+"""What the tensors of an EAGLE-3 drafter are called, and what their shapes alone say of it.
+
+Names here are the official ones (SafeAILab/EAGLE): `midlayer.*` for the layer that reads embedding and state. Others
+are translated by a table; later layers, which official drafters have none of, keep speculators' `layers.N.*`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from minieagle.models.checkpoint import CheckpointError
+
+Shape = tuple[int, ...]
+
+# (what is replaced, by what): each at most once, in this order.
+_ALIASES: tuple[tuple[str, str], ...] = (
+    (r"^model\.", ""),  # Model-Optimizer, NeMo and checkpoints saved from a serving engine's wrapper: all under `model.`
+    (r"^layers\.0\.", "midlayer."),  # speculators, vLLM: the layer by its index
+)
+
+
+def official_name(name: str) -> str:
+    """The official name of a tensor that any of the published layouts may hold."""
+    for pattern, replacement in _ALIASES:
+        name = re.sub(pattern, replacement, name, count=1)
+    return name
+
+
+def official_names(names: Iterable[str]) -> dict[str, str]:
+    """Official name -> stored name. Raises CheckpointError when two stored names mean one tensor."""
+    stored: dict[str, str] = {}
+    for name in sorted(names):
+        official = official_name(name)
+        if official in stored:
+            raise CheckpointError(
+                f"the drafter holds {stored[official]} and {name}, two names of one tensor: remove the stale one"
+            )
+        stored[official] = name
+    return stored
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterShapes:
+    """What a drafter's tensors say of it without its config. Fields named as in DrafterConfig mean the same; None is
+    what the tensors don't say.
+
+    `fc_width` is taps x target hidden size. `query_width` is heads x head_dim: of a latent drafter heads x (nope +
+    rope). `value_width` is heads x value width, what o_proj reads. `head_dim` is told by the query norm only;
+    `key_value_width` is key heads x head_dim. The three ranks are those of a latent drafter (`latent`).
+    """
+
+    hidden_size: int
+    fc_width: int
+    intermediate_size: int
+    num_hidden_layers: int
+    query_width: int
+    value_width: int
+    key_value_width: int | None
+    head_dim: int | None
+    latent: bool
+    q_lora_rank: int | None
+    kv_lora_rank: int | None
+    qk_rope_head_dim: int | None
+    vocab_size: int | None
+    draft_vocab_size: int | None
+    num_fc_norms: int
+    fc_norm: bool
+    norm_before_fc: bool
+    qk_norm: bool
+    own_embeddings: bool
+    own_head: bool
+    has_d2t: bool
+    has_t2d: bool
+
+    def taps(self, target_hidden_size: int) -> int:
+        """How many states the fusion layer reads. Raises CheckpointError unless its width is a multiple of theirs."""
+        taps, rest = divmod(self.fc_width, target_hidden_size)
+        if rest or not taps:
+            raise CheckpointError(
+                f"fc.weight reads {self.fc_width} numbers, no multiple of the target's hidden_size="
+                f"{target_hidden_size}: the drafter belongs to another target"
+            )
+        return taps
+
+
+def drafter_shapes(names_to_shapes: Mapping[str, Shape]) -> DrafterShapes:
+    """Read the shapes of a drafter's tensors, under any published names, e.g. from safetensors headers.
+
+    Raises CheckpointError when they are no EAGLE-3 drafter's: a tensor that every one has is missing, or one tensor is
+    there under two names.
+    """
+    stored = official_names(names_to_shapes)
+    shapes = {official: tuple(names_to_shapes[name]) for official, name in stored.items()}
+
+    def size(name: str, dim: int) -> int | None:
+        return shapes[name][dim] if len(shapes.get(name, ())) > dim else None
+
+    def need(name: str, dim: int) -> int:
+        found = size(name, dim)
+        if found is None:
+            what = f"has shape {list(shapes[name])}" if name in shapes else "is missing"
+            raise CheckpointError(f"{name} {what}: the directory holds no EAGLE-3 drafter")
+        return found
+
+    attention = "midlayer.self_attn"
+    later = {int(found[1]) for name in shapes if (found := re.match(r"layers\.(\d+)\.", name))}
+    latent = f"{attention}.kv_a_proj_with_mqa.weight" in shapes
+    kv_rank = need(f"{attention}.kv_a_layernorm.weight", 0) if latent else None
+    q_low = f"{attention}.q_a_proj.weight" in shapes
+    num_fc_norms = sum(re.fullmatch(r"fc_norm\.\d+\.weight", name) is not None for name in shapes)
+    return DrafterShapes(
+        hidden_size=need("fc.weight", 0),
+        fc_width=need("fc.weight", 1),
+        intermediate_size=need("midlayer.mlp.gate_proj.weight", 0),
+        num_hidden_layers=1 + max(later, default=0),
+        query_width=need(f"{attention}.{'q_b_proj' if q_low else 'q_proj'}.weight", 0),
+        value_width=need(f"{attention}.o_proj.weight", 1),
+        key_value_width=None if latent else need(f"{attention}.k_proj.weight", 0),
+        head_dim=size(f"{attention}.q_norm.weight", 0),
+        latent=latent,
+        q_lora_rank=size(f"{attention}.q_a_proj.weight", 0),
+        kv_lora_rank=kv_rank,
+        qk_rope_head_dim=need(f"{attention}.kv_a_proj_with_mqa.weight", 0) - kv_rank if kv_rank else None,
+        vocab_size=size("embed_tokens.weight", 0) or size("t2d", 0),
+        draft_vocab_size=size("lm_head.weight", 0) or size("d2t", 0),
+        num_fc_norms=num_fc_norms,
+        fc_norm=num_fc_norms > 0,
+        norm_before_fc="input_norm.weight" in shapes,
+        qk_norm=f"{attention}.q_norm.weight" in shapes,
+        own_embeddings="embed_tokens.weight" in shapes,
+        own_head="lm_head.weight" in shapes,
+        has_d2t="d2t" in shapes,
+        has_t2d="t2d" in shapes,
+    )
