@@ -86,7 +86,7 @@ def quantize_directory(
     """Quantise a bf16 or fp32 model directory. Refuses an already quantised source, and a target that exists and is
     not empty."""
     config = read_json(source / "config.json")
-    if target_config(config).quantization is not None:
+    if target_config(config).group_size is not None:
         raise ModelError(f"{source} is quantised already: pass the unquantised model")
     Checkpoint(source)  # refuses missing and damaged files before anything is written
     paths = sorted(source.glob("*.safetensors"))

@@ -19,7 +19,13 @@ class ConfigError(ValueError):
     """A config.json that is missing, unreadable, contradictory, or asks for math that is not implemented."""
 
 
-_MAY_BE_ZERO = ("n_shared_experts", "first_k_dense_replace", "mscale", "mscale_all_dim")
+_MAY_BE_ZERO = (
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "num_nextn_predict_layers",
+    "mscale",
+    "mscale_all_dim",
+)
 _DTYPES = ("bfloat16", "float32")
 
 
@@ -102,8 +108,10 @@ class TargetConfig:
     rope_theta: float = 10000.0
     yarn: Yarn | None = None
     tie_word_embeddings: bool = False
+    num_nextn_predict_layers: int | None = None
     dtype: str = "bfloat16"
-    quantization: int | None = None
+    group_size: int | None = None
+    fp8_block: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -213,7 +221,7 @@ def target_config(config: Mapping[str, Any]) -> TargetConfig:
     refuse_unless(_FIXED, config, "config.json")
     theta, yarn = _rope(config)
     names = [name for name in TargetConfig.__dataclass_fields__ if name in config]
-    known = {name: config[name] for name in names if name not in ("rope_theta", "dtype", "yarn", "quantization")}
+    known = {name: config[name] for name in names if name not in ("rope_theta", "dtype", "yarn", "group_size", "fp8_block")}
     for name, field in TargetConfig.__dataclass_fields__.items():
         if field.default is MISSING and name != "q_lora_rank":
             _need(config, name)
@@ -223,5 +231,5 @@ def target_config(config: Mapping[str, Any]) -> TargetConfig:
         rope_theta=theta,
         yarn=yarn,
         dtype=str(config.get("dtype", config.get("torch_dtype", "bfloat16"))),
-        quantization=_group_size(config),
+        group_size=_group_size(config),
     )

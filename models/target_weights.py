@@ -135,7 +135,7 @@ def load_target(
     None takes the config's limit. Raises ConfigError or CheckpointError naming what is wrong."""
     config = target_config(read_json(directory / "config.json"))
     checkpoint = Checkpoint(directory)
-    fill = Filler(checkpoint, dtype or getattr(torch, config.dtype), device or torch.device("cpu"), config.quantization)
+    fill = Filler(checkpoint, dtype or getattr(torch, config.dtype), device or torch.device("cpu"), config.group_size)
     report = progress or (lambda done, total: None)
     with torch.device("meta"):
         target = Target(config)

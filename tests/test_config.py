@@ -43,7 +43,7 @@ DRAFTER = DrafterConfig(
 def test_published_fields_are_read() -> None:
     config = target_config(TINY)
     assert (config.qk_head_dim, config.latent_width, config.n_group, config.topk_group) == (32, 48, 4, 2)
-    assert (config.rms_norm_eps, config.lora_norm_eps, config.dtype, config.quantization) == (
+    assert (config.rms_norm_eps, config.lora_norm_eps, config.dtype, config.group_size) == (
         1e-3,
         1e-6,
         "bfloat16",
@@ -141,7 +141,7 @@ def test_unreadable_json_is_named(text: str, tmp_path: Path) -> None:
 
 
 def test_group_size_is_read() -> None:
-    assert target_config(TINY | {"quantization_config": quantization_config(64)}).quantization == 64
+    assert target_config(TINY | {"quantization_config": quantization_config(64)}).group_size == 64
 
 
 @pytest.mark.parametrize(
