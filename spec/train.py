@@ -183,22 +183,30 @@ class _UnrolledAttention:
         return x.unflatten(0, (self.batch, self.num_slots)).transpose(1, 2).repeat_interleave(repeats, dim=1)
 
 
+def rollout(drafter: Drafter, tokens: Tensor, states: Tensor, num_steps: int) -> Iterator[Tensor]:
+    """Per draft step k: logits [B, S, W] of every slot, after it was fed the text's tokens t + 1 .. t + 1 + k.
+
+    tokens: [B, S]; states: [B * S, D], the fused target states. Slot t of step k predicts position t + 2 + k; the last
+    1 + k slots wrap round to the text's start and mean nothing.
+    """
+    attention = _UnrolledAttention(drafter, *tokens.shape)
+    for step in range(num_steps):
+        fed = torch.roll(tokens, -1 - step, dims=1)
+        out = drafter.finish(drafter.midlayer(drafter.embed(fed.flatten()), states, attention))
+        states = out.states
+        yield out.logits.unflatten(0, tokens.shape)
+
+
 def unroll(drafter: Drafter, batch: Batch, num_steps: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Per draft step: logits [B, n, W] of the slots that have a target, its distribution [B, n, W] and best id [B, n].
 
-    Slot t of step k predicts position t + 1 + k, so S - 1 - k slots have one; padding is told by best's lengths.
+    The target's word on position t + 2 + k is its output at t + 1 + k, so S - 1 - k slots have one; padding is told by
+    best's lengths.
     """
-    size, num_slots = batch.tokens.shape
-    attention = _UnrolledAttention(drafter, size, num_slots)
     states = drafter.fuse(batch.captured.flatten(0, 1))
-    for step in range(num_steps):
-        tokens = torch.roll(batch.tokens, -1 - step, dims=1)
-        h = drafter.midlayer(drafter.embed(tokens.flatten()), states, attention)
-        out = drafter.finish(h)
-        states = out.states
-        seen = num_slots - 1 - step
-        logits = out.logits.unflatten(0, (size, num_slots))[:, :seen]
-        yield logits, batch.targets[:, step + 1 :], batch.best[:, step + 1 :]
+    for step, logits in enumerate(rollout(drafter, batch.tokens, states, num_steps)):
+        seen = logits.shape[1] - 1 - step
+        yield logits[:, :seen], batch.targets[:, step + 1 :], batch.best[:, step + 1 :]
 
 
 def losses(drafter: Drafter, batch: Batch, config: TrainConfig) -> tuple[Tensor, Score]:
