@@ -94,7 +94,7 @@ def _fill_experts(fill: Filler, moe: MixtureOfExperts, config: TargetConfig, pre
         fill.swiglu(moe.shared, f"{prefix}.shared_experts")
 
 
-def _fill_block(fill: Filler, block: Block, config: TargetConfig, prefix: str) -> None:
+def fill_block(fill: Filler, block: Block, config: TargetConfig, prefix: str) -> None:
     fill.fill(block.input_norm, f"{prefix}.input_layernorm.weight")
     fill.fill(block.post_attention_norm, f"{prefix}.post_attention_layernorm.weight")
     _fill_attention(fill, block.attention, f"{prefix}.self_attn")
@@ -104,7 +104,7 @@ def _fill_block(fill: Filler, block: Block, config: TargetConfig, prefix: str) -
         fill.swiglu(block.feed_forward, f"{prefix}.mlp")
 
 
-def _give_back_memory() -> None:
+def give_back_memory() -> None:
     """Return freed memory to the system. Temporaries of loading leave holes between lasting tensors, which glibc keeps:
     for INT4 experts as much again as the model itself."""
     if sys.platform == "linux":
@@ -121,6 +121,17 @@ def _beyond(config: TargetConfig) -> Callable[[str], bool]:
         return bool(_COMPUTED.search(name)) or (found is not None and int(found[1]) >= config.num_hidden_layers)
 
     return unwanted
+
+
+def open_target(
+    directory: Path, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> tuple[TargetConfig, Filler]:
+    """The config of a model directory and a filler over the tensors that the model uses; no tensor is read yet."""
+    config = target_config(read_json(directory / "config.json"))
+    checkpoint = Checkpoint(directory)
+    checkpoint.drop(_beyond(config))
+    place = device or torch.device("cpu")
+    return config, Filler(checkpoint, dtype or getattr(torch, config.dtype), place, config.quantization)
 
 
 def load_target(
@@ -143,9 +154,9 @@ def load_target(
     fill.put(target, "embed_tokens", fill.take({"model.embed_tokens.weight": target.embed_tokens.shape}))
     for index, block in enumerate(target.layers):
         assert isinstance(block, Block)
-        _fill_block(fill, block, config, f"model.layers.{index}")
+        fill_block(fill, block, config, f"model.layers.{index}")
         checkpoint.release()
-        _give_back_memory()
+        give_back_memory()
         report(checkpoint.taken_bytes, checkpoint.total_bytes)
     fill.fill(target.norm, "model.norm.weight")
     if config.tie_word_embeddings:
