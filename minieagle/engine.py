@@ -12,9 +12,11 @@ One thread owns an Engine. A Sequence's `committed` moves only in `_keep`.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,10 +30,14 @@ from minieagle.sampling import SamplingBatch, SamplingParams, emit, logprobs
 from minieagle.scheduler import Scheduler, Work
 from minieagle.sequence import Sequence, SpecStats
 from minieagle.spec.accept import accept
+from minieagle.spec.alarm import MAX_TEMPERATURE, Acceptance, Condition, Snapshot
 from minieagle.spec.draft import Commit, Root, draft_rows, extend, grow
+from minieagle.spec.stages import Phase, Place, Trace
 from minieagle.spec.tree import Shape, Tree, TreeShape
 from minieagle.stop import StopStrings
 from minieagle.tokenizer import Detokenizer, Tokenizer
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +95,8 @@ class Output:
 
 
 class Engine:
-    """Continuous batching over one target and an optional drafter. Single threaded."""
+    """Continuous batching over one target and an optional drafter. Single threaded. trace: where the stages of chosen
+    steps are written; it changes no bit of what comes out."""
 
     def __init__(
         self,
@@ -98,8 +105,9 @@ class Engine:
         *,
         drafter: Drafter | None = None,
         config: EngineConfig | None = None,
+        trace: Trace | None = None,
     ) -> None:
-        self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.target, self.drafter, self.tokenizer, self.trace = target, drafter, tokenizer, trace
         self.config = config or EngineConfig()
         self.max_context_tokens = self.config.max_context_tokens or target.config.max_position_embeddings
         if self.max_context_tokens > target.config.max_position_embeddings:
@@ -121,12 +129,23 @@ class Engine:
         )
         self.cache = target.new_cache(pool.num_slots)
         self.draft_cache = drafter.new_cache(pool.num_slots) if drafter is not None else None
+        self._acceptance = Acceptance(self.config.shape.num_steps)
         self._sequences: dict[int, Sequence] = {}
         self._next_id = 0
 
     @property
     def has_work(self) -> bool:
         return bool(self._sequences)
+
+    @property
+    def acceptance(self) -> Snapshot:
+        """Acceptance by depth, context length and condition since the engine was made, and the alarms raised."""
+        return self._acceptance.snapshot()
+
+    @property
+    def _tracing(self) -> Trace | None:
+        """The trace if this step is written to it."""
+        return self.trace if self.trace is not None and self.trace.due else None
 
     def add(self, request: Request) -> int:
         """Queue a request; returns its id. Raises RequestError when it can never run."""
@@ -186,10 +205,18 @@ class Engine:
         work = self.scheduler.plan()
         if not work:
             return []
+        if self.trace is not None:
+            self.trace.begin()
         out, wanted = self._forward(work)
         taken = self._accept(work, out, wanted)
+        if (trace := self._tracing) is not None:
+            self._trace_forward(trace, work, taken, out)
         self._keep(taken)
+        if trace is not None:
+            self._trace_keep(trace, taken)
         self._draft(taken, out.captured)
+        if trace is not None:
+            self._trace_trees(trace, taken)
         return [self._emit(item) for item in taken if item.tokens or item.sequence.finish_reason]
 
     def _forward(self, work: Items[Work]) -> tuple[TargetOutput, Wanted]:
@@ -197,6 +224,8 @@ class Engine:
         rows = Rows.of(torch.tensor(tokens, device=self.target.device), [item.span for item in work])
         wanted = Wanted.of(work, rows.positions)
         boundaries = self.boundaries if any(item.sequence.spec for item in work) else ()
+        if (trace := self._tracing) is not None:
+            boundaries = self.boundaries + trace.extra(self.target.config.num_hidden_layers)
         return self.target(rows, self.cache, boundaries=boundaries, logit_rows=wanted.rows), wanted
 
     def _accept(self, work: Items[Work], out: TargetOutput, wanted: Wanted) -> list[Taken]:
@@ -226,10 +255,12 @@ class Engine:
         if sequence.tree is None:
             path, tokens = tuple(range(item.num_rows)), tuple(emitted)
             nodes = (0,) * len(tokens)
+            sequence.num_chunks += 1
         else:
             accepted = accept(sequence.tree, emitted)
             path = nodes = accepted.path
             tokens = accepted.tokens
+            self._watch(sequence, sequence.tree, path)
         text, count = "", 0
         while count < len(tokens) and sequence.finish_reason is None:
             text += sequence.append(tokens[count])
@@ -240,6 +271,14 @@ class Engine:
         if sequence.params.logprobs is not None and count:
             found = _logprobs(logits[list(nodes[:count])], tokens[:count], sequence.params.logprobs)
         return Taken(sequence, first_row, path, tokens[:count], text, found)
+
+    def _watch(self, sequence: Sequence, tree: Tree, path: tuple[int, ...]) -> None:
+        """Count what was accepted of a draft; warn, once for each kind, when the counts point to a fault."""
+        if len(tree.tokens) == 1:
+            return
+        alarm = self._acceptance.count(tree, path, context=sequence.committed, condition=_condition(sequence))
+        if alarm is not None:
+            _log.warning("%s", alarm.message)
 
     def _keep(self, taken: Items[Taken]) -> None:
         """Move accepted rows behind the committed ones; this alone moves `committed`."""
@@ -264,7 +303,12 @@ class Engine:
         if not followed:
             return
         assert self.drafter is not None and self.draft_cache is not None, "a sequence speculates without a drafter"
-        out = extend(self.drafter, self.draft_cache, [_commit(item, captured) for item in followed])
+        observer = None
+        if (trace := self._tracing) is not None:
+            captured = captured[:, : len(self.boundaries)]
+            observer = partial(_trace_extend, trace, followed)
+        commits = [_commit(item, captured) for item in followed]
+        out = extend(self.drafter, self.draft_cache, commits, observer=observer)
         growing = [i for i, item in enumerate(followed) if item.tokens and item.sequence.num_left > 1]
         if not growing:
             return
@@ -276,6 +320,37 @@ class Engine:
         for sequence, tree in zip(sequences, trees, strict=True):
             deepest = sequence.num_left - 1
             sequence.tree = tree if max(tree.depths) <= deepest else tree.cut(deepest)
+
+    def _trace_forward(self, trace: Trace, work: Items[Work], taken: Items[Taken], out: TargetOutput) -> None:
+        """The stages before `keep`, request by request."""
+        first_wanted = 0
+        for item, done in zip(work, taken, strict=True):
+            place, wanted = _place(item, done), item.wanted_rows
+            states = out.captured[done.first_row : done.first_row + item.num_rows]
+            trace.states(place, states, self.boundaries, self.target.config.num_hidden_layers)
+            mine = slice(first_wanted, first_wanted := first_wanted + len(wanted))
+            trace.rows("verify logits", place.at(wanted), out.logits[mine])
+            emitting = [row for row in done.path if row in wanted][: len(done.tokens)]
+            trace.rows("emitted token", place.at(emitting), torch.tensor(done.tokens, dtype=torch.int64)[:, None])
+            if item.sequence.tree is not None and done.path:
+                trace.integers("accepted path", place.at([0]), [done.path], tree=self._drafted_by(item.sequence))
+
+    def _trace_keep(self, trace: Trace, taken: Items[Taken]) -> None:
+        """The rows that were kept, as the cache holds them now."""
+        for item in taken:
+            count, end = len(item.path), item.sequence.committed
+            place = Place.chain(item.sequence.id, _phase(item.sequence, count), end - count, count)
+            slots = item.sequence.slots[end - count : end]
+            trace.rows("cache keep", place, self.cache.data[:, slots].transpose(0, 1))
+
+    def _trace_trees(self, trace: Trace, taken: Items[Taken]) -> None:
+        for sequence in (item.sequence for item in taken if item.sequence.finish_reason is None):
+            if (tree := sequence.tree) is not None:
+                place = Place.chain(sequence.id, "extend", sequence.committed, 1)
+                trace.integers("tree", place, [tree.tokens, tree.parents], tree=self._drafted_by(sequence))
+
+    def _drafted_by(self, sequence: Sequence) -> str:
+        return str(self.config.shape) if sequence.spec else "plain"
 
     def _emit(self, item: Taken) -> Output:
         sequence = item.sequence
@@ -327,6 +402,39 @@ class Taken:
     tokens: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+def _condition(sequence: Sequence) -> Condition:
+    """What acceptance is counted under."""
+    if sequence.params.temperature > MAX_TEMPERATURE:
+        return "high temperature"
+    return "chunked prompt" if sequence.num_chunks > 1 else "whole prompt"
+
+
+def _phase(sequence: Sequence, num_rows: int) -> Phase:
+    if sequence.tree is None:
+        return "prefill" if num_rows == sequence.prompt_len else "chunk"
+    return "decode" if len(sequence.tree.tokens) == 1 else "verify"
+
+
+def _place(item: Work, done: Taken) -> Place:
+    """Where a sequence's rows of a step stand, for its trace; before `keep`."""
+    sequence, rows = item.sequence, tuple(range(item.num_rows))
+    depths = rows if sequence.tree is None else sequence.tree.depths
+    positions = tuple(sequence.committed + depth for depth in depths)
+    kept = tuple(row in done.path for row in rows)
+    return Place(sequence.id, _phase(sequence, item.num_rows), rows, positions, kept)
+
+
+def _trace_extend(trace: Trace, followed: Items[Taken], captured: Tensor, fused: Tensor, output: DrafterOutput) -> None:
+    """The drafter's stages over the committed rows."""
+    first = 0
+    for i, item in enumerate(followed):
+        count = len(item.path)
+        place = Place.chain(item.sequence.id, "extend", item.sequence.committed - count, count)
+        mine = slice(first, first := first + count)
+        trace.drafted(place, captured[mine], fused[mine], output.states[mine])
+        trace.rows("draft logits", place.at([count - 1]), output.logits[i : i + 1])
 
 
 def _not_finite(logits: Tensor) -> list[bool]:

@@ -30,6 +30,7 @@ from minieagle.sequence import SpecStats
 from minieagle.spec.draft import draft_rows
 from minieagle.spec.tree import Shape, ShapeError, TreeShape, parse_shape
 from minieagle.tokenizer import Tokenizer
+from minieagle.tracing import open_trace
 
 _log = logging.getLogger(__name__)
 
@@ -71,14 +72,18 @@ def load_engine(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     progress: Progress | None = None,
+    trace: str | Path | None = None,
+    trace_steps: str | None = None,
+    trace_layers: bool = False,
     **options: int | None,
 ) -> Engine:
     """An engine over a model directory (None: the embedded model with its drafter).
 
     drafter: a drafter directory; spec=False loads none. tree: what to draft, as "chain:5", "dynamic:4,4,16"
     (num_steps, topk, num_draft_tokens), "static:0,1,0.0" or a Shape; or the three numbers by name, all or none.
+    trace: a file for the stages of trace_steps ("0-3,10"; the first 16 by default), with trace_layers every boundary.
     options: the other fields of EngineConfig, None for the default. Raises ModelError, ConfigError or CheckpointError
-    for directories that can't be used, ShapeError for trees.
+    for directories that can't be used, ShapeError for trees, TraceError for traces.
     """
     shape = _shape(tree, num_steps, topk, num_draft_tokens)
     if shape is not None and shape.num_steps > MAX_STEPS:
@@ -93,6 +98,7 @@ def load_engine(
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     config = EngineConfig(**given) if shape is None else EngineConfig(shape=shape, **given)
     place = torch.device(device) if device is not None else None
+    tracing = open_trace(trace, trace_steps, trace_layers)  # refused before minutes of loading
     tokenizer = Tokenizer(directory)
     target = load_target(directory, dtype=dtype, device=place, progress=progress)
     difference = row_difference(target) if drafter is not None else 0.0
@@ -107,7 +113,7 @@ def load_engine(
         positions = target.config.max_position_embeddings + draft_rows(config.shape)
         loaded = load_drafter(Path(drafter), target, dtype=dtype, max_positions=positions)
         _check_shape(config.shape, loaded.config.draft_vocab_size)
-    return Engine(target, tokenizer, drafter=loaded, config=config)
+    return Engine(target, tokenizer, drafter=loaded, config=config, trace=tracing)
 
 
 def _shape(

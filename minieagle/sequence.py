@@ -73,6 +73,8 @@ class Sequence:
     pages: tuple[int, ...] = ()
     slots: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     committed: int = 0
+    num_chunks: int = 0
+    """Steps that its prompt took."""
     tree: Tree | None = None
     finish_reason: str | None = None
     error: str | None = None

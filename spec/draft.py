@@ -14,7 +14,7 @@ B sequences, F frontier nodes, W draft vocabulary, D drafter width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,14 +52,24 @@ class Root:
     seed: int
 
 
-def extend(drafter: Drafter, cache: PagedCache, commits: Sequence[Commit]) -> DrafterOutput:
+Observer = Callable[[Tensor, Tensor, DrafterOutput], None]
+"""Sees what `extend` computed for all T rows: captured [T, taps, target hidden], fused states [T, D], and the drafter's
+output, states [T, D] and logits [B, W] of each commit's last row."""
+
+
+def extend(
+    drafter: Drafter, cache: PagedCache, commits: Sequence[Commit], *, observer: Observer | None = None
+) -> DrafterOutput:
     """Run the committed rows; returns logits [B, W] and states [B, D] of the last row of each commit."""
     spans = [Span(commit.slots, commit.start, len(commit.next_tokens)) for commit in commits]
     tokens = [token for commit in commits for token in commit.next_tokens]
     device = commits[0].captured.device
-    states = drafter.fuse(torch.cat([commit.captured for commit in commits]))
+    captured = torch.cat([commit.captured for commit in commits])
+    states = drafter.fuse(captured)
     last = torch.tensor([span.num_rows for span in spans], device=device).cumsum(0) - 1
     out = drafter(Rows.of(torch.tensor(tokens, device=device), spans), states, cache, logit_rows=last)
+    if observer is not None:
+        observer(captured, states, out)
     return DrafterOutput(out.logits, out.states.index_select(0, last))
 
 
