@@ -1,0 +1,156 @@
+"""Tensors read from their files by a thread, each byte once and in the order of the files, just before they are wanted.
+
+The one idea: what is read and not yet taken never exceeds the largest part, a part being what is built as one (a
+layer). While a part is built its bytes leave and the next part's come in, so that disk and processor both work and
+memory holds one part's bytes. Reads are plain and large, into memory of their own that goes back to the system when the
+last tensor in it is gone; mapped files would fault page by page and read far more than is wanted. Pages of the file
+cache are dropped behind: a model larger than memory would only push out everything else.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from minieagle.models.checkpoint import CheckpointError, Progress, tensor_in
+from minieagle.models.files import FileError, open_plain
+from minieagle.models.headers import Stored
+
+RUN_BYTES = 2**25
+"""The most that is read in one go, unless a single tensor is larger."""
+
+
+@dataclass
+class _Run:
+    """Neighbours in one file that are read in one go. Mutable: num_left counts those not yet taken."""
+
+    members: list[Stored]
+    num_left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_left = len(self.members)
+
+    @property
+    def start(self) -> int:
+        return self.members[0].start
+
+    @property
+    def nbytes(self) -> int:
+        return self.members[-1].stop - self.start
+
+
+def _runs(part: Iterable[Stored]) -> Iterator[_Run]:
+    """The tensors in the order of the files; a new run where something else lies between, or RUN_BYTES are full."""
+    members: list[Stored] = []
+    for stored in sorted(part, key=lambda stored: (stored.path, stored.start, stored.stop)):
+        if members and not _joins(members, stored):
+            yield _Run(members)
+            members = []
+        members.append(stored)
+    if members:
+        yield _Run(members)
+
+
+def _joins(members: Sequence[Stored], stored: Stored) -> bool:
+    adjacent = stored.path == members[-1].path and stored.start == members[-1].stop
+    return adjacent and stored.stop - members[0].start <= RUN_BYTES
+
+
+class ReadAhead:
+    """A thread that reads part after part. Mutable: `take` hands out each tensor once, one part after the other but in
+    any order within. `close` ends the thread.
+
+    progress: called by `take`, with (bytes taken, bytes in all), whenever a stretch of a file is used up.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Stored]], progress: Progress | None = None) -> None:
+        self._runs = [run for part in parts for run in _runs(part)]
+        self._budget = max((sum(stored.nbytes for stored in part) for part in parts), default=0)
+        self._progress = progress
+        self._total_bytes = sum(run.nbytes for run in self._runs)
+        self._taken_bytes = 0
+        self._held_bytes = 0
+        self._ready: dict[Stored, tuple[Tensor, _Run]] = {}
+        self._error: Exception | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="read-ahead", daemon=True)
+        self._thread.start()
+
+    def take(self, stored: Stored) -> Tensor:
+        """The tensor, over memory that is freed with it. Waits for the thread. Raises CheckpointError for a file that
+        can't be read any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: stored in self._ready or self._error is not None)
+            if stored not in self._ready:
+                raise CheckpointError(f"{stored.path} can't be read ({self._error}): it changed or the disk failed")
+            tensor, run = self._ready.pop(stored)
+            run.num_left -= 1
+            if not run.num_left:
+                self._held_bytes -= run.nbytes
+                self._changed.notify_all()
+        if not run.num_left:
+            self._report(run.nbytes)
+        return tensor
+
+    def _report(self, nbytes: int) -> None:
+        self._taken_bytes += nbytes
+        if self._progress is not None:
+            self._progress(self._taken_bytes, self._total_bytes)
+
+    def close(self) -> None:
+        """End the thread, after the read it is in."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            for run in self._runs:
+                if not self._wait_for_room(run.nbytes):
+                    return
+                tensors = self._read(run)
+                with self._changed:
+                    self._ready.update({stored: (tensor, run) for stored, tensor in tensors.items()})
+                    self._changed.notify_all()
+                del tensors  # or the last run's memory would stay while this thread waits for room
+        except Exception as error:  # whatever it is, the other thread waits for it
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _wait_for_room(self, nbytes: int) -> bool:
+        """Count nbytes as held once they fit; False when closed instead."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._held_bytes + nbytes <= self._budget)
+            self._held_bytes += nbytes
+            return not self._closed
+
+    def _read(self, run: _Run) -> dict[Stored, Tensor]:
+        buffer = _read_range(run.members[0].path, run.start, run.nbytes)
+        return {stored: tensor_in(buffer, stored, stored.start - run.start) for stored in run.members}
+
+
+def _read_range(path: Path, start: int, nbytes: int) -> mmap.mmap:
+    """nbytes of the file from `start`, in anonymous memory of their own."""
+    buffer = mmap.mmap(-1, max(1, nbytes))  # a map is never empty, a tensor may be
+    with open_plain(path) as file, memoryview(buffer) as view:
+        advise = getattr(os, "posix_fadvise", None)  # not on macOS
+        if advise is not None:
+            advise(file.fileno(), start, nbytes, os.POSIX_FADV_SEQUENTIAL)
+        done = 0
+        while done < nbytes:
+            count = os.preadv(file.fileno(), [view[done:]], start + done)
+            if not count:
+                raise FileError(f"it ends at byte {start + done}, its header says {start + nbytes}")
+            done += count
+        if advise is not None:
+            advise(file.fileno(), start, nbytes, os.POSIX_FADV_DONTNEED)
+    return buffer
