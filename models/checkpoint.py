@@ -1,92 +1,98 @@
 """The tensors of a model directory: every one handed out exactly once, every parameter filled exactly once.
 
-Files are memory-mapped and closed by `release`, so that a reader that releases after each layer holds one layer's
-pages. What the tensors are called and mean is for target_weights.py and drafter_weights.py.
+Files are memory-mapped, and the maps let go by `release`, so that a reader that releases after each layer holds one
+layer's pages. What the headers may say is for headers.py; what the tensors are called and mean is for
+target_weights.py and drafter_weights.py.
 """
 
 from __future__ import annotations
 
+import logging
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from minieagle.models.config import read_json
+from minieagle.models.files import FileError, open_plain
+from minieagle.models.fp8 import SCALE, check_scaled, dequantize
+from minieagle.models.headers import CheckpointError, Stored, read_headers
 from minieagle.models.layers import Linear, SwiGLU
+
+__all__ = ["Checkpoint", "CheckpointError", "Filler", "Progress", "check_filled"]
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) after each layer."""
 
+_log = logging.getLogger(__name__)
 
-class CheckpointError(ValueError):
-    """A weight directory that is empty, damaged, or doesn't hold exactly the tensors that the model needs."""
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Checkpoint:
-    """The tensors of a directory by name. `take` hands each out once; `finish` raises if any is left."""
+    """The tensors of a directory by name. `take` hands each out once; `finish` raises if any is left.
+
+    `stored` says of each tensor where it lies, without reading it. Raises CheckpointError for files that are missing,
+    damaged, or unlike their index.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._open: dict[Path, Any] = {}
-        self._files = self._index()
-        self._left = set(self._files)
+        self.stored, unlisted = read_headers(directory)
+        if unlisted:
+            _log.warning("%s: %s not listed in the index, hence not read", directory, ", ".join(unlisted))
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._left = set(self.stored)
+        self.fetch: Callable[[Stored], Tensor] = self._mapped  # stream.py puts a reader of its own in its place
         self.taken_bytes = 0
-        self.total_bytes = sum(path.stat().st_size for path in set(self._files.values()))
+        self.total_bytes = sum(path.stat().st_size for path in {stored.path for stored in self.stored.values()})
 
-    def _index(self) -> dict[str, Path]:
-        if not self.directory.is_dir():
-            raise CheckpointError(
-                f"{self.directory} is not a directory: pass the folder that holds config.json and weights"
-            )
-        paths = sorted(self.directory.glob("*.safetensors"))
-        listed = self.directory / "model.safetensors.index.json"
-        if listed.exists():
-            names = set(read_json(listed).get("weight_map", {}).values())
-            missing = sorted(names - {path.name for path in paths})
-            if missing:
-                raise CheckpointError(f"{listed} lists {missing[0]} ({len(missing)} files missing): download the rest")
-        if not paths:
-            raise CheckpointError(f"{self.directory} holds no *.safetensors file: only safetensors weights are read")
-        files: dict[str, Path] = {}
-        for path in paths:
-            for name in self._handle(path).keys():
-                if name in files:
-                    raise CheckpointError(f"tensor {name} is in both {files[name].name} and {path.name}")
-                files[name] = path
-        self.release()
-        return files
-
-    def _handle(self, path: Path) -> Any:
-        if path not in self._open:
+    def _map(self, path: Path) -> mmap.mmap:
+        if path not in self._maps:
             try:
-                self._open[path] = safe_open(path, framework="pt").__enter__()
-            except (SafetensorError, OSError) as error:
+                with open_plain(path) as file:
+                    # Copy on write: PyTorch warns of buffers that can't be written. The file never changes.
+                    self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            except (FileError, OSError, ValueError) as error:
                 raise CheckpointError(
-                    f"{path} can't be read ({error}): it is damaged or cut short, fetch it again"
-                ) from error
-        return self._open[path]
+                    f"{path} can't be mapped ({error}): it changed since its header was read"
+                ) from None
+        return self._maps[path]
 
     def release(self) -> None:
-        """Close the memory maps opened so far."""
-        for handle in self._open.values():
-            handle.__exit__(None, None, None)
-        self._open.clear()
+        """Let go of the memory maps; each is closed with the last tensor that lies in it."""
+        self._maps.clear()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self.stored
 
     def take(self, name: str) -> Tensor:
         """The tensor of that name, mapped; raises when it is missing or was taken before."""
-        if name not in self._files:
+        if name not in self.stored:
             raise CheckpointError(f"{self.directory} has no tensor {name}: the model needs it")
         assert name in self._left, f"{name} is taken twice"
         self._left.discard(name)
-        tensor: Tensor = self._handle(self._files[name]).get_tensor(name)
-        self.taken_bytes += tensor.nbytes
-        return tensor
+        stored = self.stored[name]
+        self.taken_bytes += stored.nbytes
+        return self.fetch(stored)
+
+    def _mapped(self, stored: Stored) -> Tensor:
+        return tensor_in(self._map(stored.path), stored, stored.start)
+
+    @property
+    def left(self) -> frozenset[str]:
+        """The names neither taken nor dropped yet."""
+        return frozenset(self._left)
+
+    def strip(self, prefix: str) -> None:
+        """Know every tensor by its name without `prefix`. Raises CheckpointError when that gives one name to two."""
+        names = {name.removeprefix(prefix): name for name in self.stored}
+        if len(names) < len(self.stored):
+            double = next(name for name in self.stored if name not in names.values())
+            raise CheckpointError(f"{self.directory} holds {double} both with and without {prefix!r} in front")
+        self.stored = {short: self.stored[name] for short, name in names.items()}
+        self._left = {name.removeprefix(prefix) for name in self._left}
 
     def drop(self, unwanted: Callable[[str], bool]) -> list[str]:
         """Forget the tensors whose name is unwanted; returns them."""
@@ -103,21 +109,55 @@ class Checkpoint:
             )
 
 
+def tensor_in(memory: mmap.mmap, stored: Stored, offset: int) -> Tensor:
+    """A tensor over its bytes in memory, which begin at `offset`. Bytes that don't lie on a multiple of the item's size,
+    as some writers leave them, are copied: vector loads want them there."""
+    if len(memory) < offset + stored.nbytes:
+        raise CheckpointError(f"{stored.path} became shorter since its header was read: fetch it again")
+    if not stored.nbytes:
+        return torch.empty(stored.shape, dtype=stored.dtype)
+    flat = torch.frombuffer(memory, dtype=torch.uint8, count=stored.nbytes, offset=offset)
+    aligned = flat if offset % stored.dtype.itemsize == 0 else flat.clone()
+    return aligned.view(stored.dtype).view(stored.shape)
+
+
 class Filler:
     """Puts tensors into a module on the meta device, checking shapes, in one dtype and on one device."""
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group_size: int | None = None
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        group_size: int | None = None,
+        fp8_block: tuple[int, int] | None = None,
     ) -> None:
-        self.checkpoint, self.dtype, self.device, self.group_size = checkpoint, dtype, device, group_size
+        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
+        self.group_size, self.fp8_block = group_size, fp8_block
 
     def take(self, shapes: Mapping[str, Sequence[int]], *, dtype: torch.dtype | None = None) -> Tensor:
-        """The named tensors, each of the shape given, one below the other, copied out of the mapping."""
-        parts = [self._checked(name, shape) for name, shape in shapes.items()]
+        """The named tensors, each of the shape given, one below the other, copied out of the mapping. FP8 weights come
+        multiplied by their scales."""
+        wanted = dtype or self.dtype
+        parts = [self._plain(name, shape, wanted) for name, shape in shapes.items()]
         whole = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
-        return whole.to(self.device, dtype or self.dtype)
+        return whole.to(self.device, wanted)
 
-    def _checked(self, name: str, shape: Sequence[int]) -> Tensor:
+    def _plain(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if name + SCALE not in self.checkpoint:
+            return self.view(name, shape, dtype)
+        weight, scale = self._shaped(name, shape), self.checkpoint.take(name + SCALE)
+        return dequantize(weight, scale, check_scaled(name, weight, scale, self.fp8_block), dtype)
+
+    def view(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """The named tensor of the shape given, where it lies and in the file's dtype: any float where a float dtype
+        is wanted, else the wanted one. Codes that need a scale are no floats."""
+        tensor, wanted = self._shaped(name, shape), dtype or self.dtype
+        if tensor.dtype not in (_FLOATS if wanted.is_floating_point else (wanted,)):
+            raise CheckpointError(f"{name} is stored as {tensor.dtype} without a scale; {wanted} is needed")
+        return tensor
+
+    def _shaped(self, name: str, shape: Sequence[int]) -> Tensor:
         tensor = self.checkpoint.take(name)
         if list(tensor.shape) != list(shape):
             raise CheckpointError(f"{name} has shape {list(tensor.shape)}, the config asks for {list(shape)}")
