@@ -80,16 +80,24 @@ def _convert_file(source: Path, target: Path, group_size: int) -> dict[str, str]
     return dict.fromkeys(tensors, target.name)
 
 
+def _described(config: dict[str, Any], group_size: int) -> dict[str, Any]:
+    """config.json with what was done: at the top, and in a wrapper's text_config too, as Kimi-K2.5 has it."""
+    block = {"quantization_config": quantization_config(group_size)}
+    inner = config.get("text_config")
+    return config | block | ({"text_config": inner | block} if isinstance(inner, dict) else {})
+
+
 def quantize_directory(
     source: Path, target: Path, *, group_size: int = 32, progress: Callable[[int, int], None] | None = None
 ) -> None:
     """Quantise a bf16 or fp32 model directory. Refuses an already quantised source, and a target that exists and is
     not empty."""
     config = read_json(source / "config.json")
-    if target_config(config).group_size is not None:
+    parsed = target_config(config)
+    if parsed.group_size is not None or parsed.fp8_block is not None:
         raise ModelError(f"{source} is quantised already: pass the unquantised model")
-    Checkpoint(source)  # refuses missing and damaged files before anything is written
-    paths = sorted(source.glob("*.safetensors"))
+    stored = Checkpoint(source).stored  # refuses missing and damaged files before anything is written
+    paths = sorted({tensor.path for tensor in stored.values()})
     if group_size < 8 or group_size % 8:
         raise ModelError(f"group_size={group_size} must be a positive multiple of 8 (one packed word); 32 is usual")
     if target.exists() and any(target.iterdir()):
@@ -103,8 +111,7 @@ def quantize_directory(
     if len(paths) > 1:
         index = {"metadata": {}, "weight_map": weight_map}
         (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    described = config | {"quantization_config": quantization_config(group_size)}
-    (target / "config.json").write_text(json.dumps(described, indent=1))
+    (target / "config.json").write_text(json.dumps(_described(config, group_size), indent=1))
     for name in _COPIED:
         if (source / name).exists():
             shutil.copyfile(source / name, target / name)

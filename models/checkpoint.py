@@ -89,7 +89,7 @@ class Checkpoint:
         """Know every tensor by its name without `prefix`. Raises CheckpointError when that gives one name to two."""
         names = {name.removeprefix(prefix): name for name in self.stored}
         if len(names) < len(self.stored):
-            double = next(name for name in self.stored if name not in names.values())
+            double = next(iter(self.stored.keys() - set(names.values())))
             raise CheckpointError(f"{self.directory} holds {double} both with and without {prefix!r} in front")
         self.stored = {short: self.stored[name] for short, name in names.items()}
         self._left = {name.removeprefix(prefix) for name in self._left}

@@ -8,10 +8,11 @@ V3.2, Kimi-K2, K2.5, Kimi-VL and GLM-4.7-Flash.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-from minieagle.models.checkpoint import CheckpointError
 from minieagle.models.config import TargetConfig
+from minieagle.models.fp8 import SCALE
+from minieagle.models.headers import CheckpointError
 
 WRAPPER = "language_model."  # Kimi-K2.5 and Kimi-VL keep the language model under this prefix
 
@@ -26,6 +27,16 @@ _RULES = (
     (INDEXER, re.compile(r"model\.layers\.\d+\.self_attn\.indexer\.")),
     (COMPUTED, re.compile(r"(.*\.)?(rotary_emb\.inv_freq|cos_cached|sin_cached)$")),
 )
+
+# Suffixes of quantised weights in other layouts. Sources: AutoAWQ, AutoGPTQ, ModelOpt, bitsandbytes.
+_FOREIGN = (
+    (".qweight", "AWQ or GPTQ"),
+    (".weight_scale_2", "NVFP4"),
+    (".weight_blocks", "MXFP4"),
+    (".weight.absmax", "bitsandbytes"),
+)
+_READ = "weights may be plain, FP8 with weight_scale_inv, or INT4 with weight_packed and weight_scale"
+
 _LAYER = re.compile(r"model\.layers\.(\d+)\.([^.]+)")
 _PREDICTION_MODULES = {"enorm", "hnorm", "eh_proj"}  # what a prediction layer has and no other (arXiv 2412.19437, 2.2)
 
@@ -52,6 +63,23 @@ def dropped(names: Iterable[str], config: TargetConfig) -> dict[str, list[str]]:
             found.setdefault(reason, []).append(name)
     _check_prediction(found.get(PREDICTION, []), config)
     return found
+
+
+def check_formats(names: Collection[str], config: TargetConfig) -> None:
+    """Raises CheckpointError when the names tell a kind of quantised weights that is not read, or none where
+    config.json states one. `names` without the wrapper's prefix."""
+    for name in names:
+        for suffix, kind in _FOREIGN:
+            if name.endswith(suffix):
+                raise CheckpointError(f"{name}: {kind} is not read; {_READ}")
+        if name.endswith("weight_packed") and ".mlp.experts." not in name:
+            raise CheckpointError(f"{name}: INT4 is read in routed experts only; {_READ}")
+    for stated, suffix, kind in ((config.group_size, ".weight_packed", "INT4"), (config.fp8_block, SCALE, "FP8")):
+        if stated is not None and not any(name.endswith(suffix) for name in names):
+            raise CheckpointError(
+                f"config.json states {kind} weights, but no tensor's name ends in {suffix}: if the weights are "
+                "plain, remove quantization_config from config.json"
+            )
 
 
 def _check_prediction(names: Iterable[str], config: TargetConfig) -> None:

@@ -1,14 +1,15 @@
 """Loading a target: published DeepSeek-V3 names to modules.
 
-Files are released after each layer, so that loading peaks at the model's own size plus about one layer.
+Files are released after each layer, so that loading peaks at the model's own size plus about one layer. What is left
+in the files, and why, is logged; what is neither loaded nor known is an error (see target_names.py).
 """
 
 from __future__ import annotations
 
 import ctypes
-import re
+import logging
 import sys
-from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -22,9 +23,9 @@ from minieagle.models.layers import Linear
 from minieagle.models.mla import FLOAT32_FOLD, LatentAttention
 from minieagle.models.moe import Expert, MixtureOfExperts
 from minieagle.models.rope import RotaryTable
+from minieagle.models.target_names import INDEXER, VISION, WRAPPER, check_formats, dropped
 
-# Buffers that some checkpoints store and that are computed here.
-_COMPUTED = re.compile(r"\.(rotary_emb\.inv_freq|cos_cached|sin_cached)$")
+_log = logging.getLogger(__name__)
 
 
 def _fill_attention(fill: Filler, attention: LatentAttention, prefix: str) -> None:
@@ -56,13 +57,23 @@ def _expert_linear(fill: Filler, names: list[str], rows: int, width: int) -> nn.
     return linear
 
 
+def _group_size(fill: Filler, name: str, width: int) -> int:
+    """Columns of `name` that share a scale: what config.json states, else what the scales' shape says."""
+    stored = fill.checkpoint.stored.get(f"{name}.weight_scale")
+    group = fill.group_size
+    if group is None and stored is not None and len(stored.shape) == 2 and stored.shape[1] > 0:
+        group = width // stored.shape[1]
+    if not group or width % group or width % WORD:
+        raise CheckpointError(
+            f"{name}.weight_packed: groups of group_size={group} columns must divide its {width} columns, and so must "
+            f"words of {WORD}; config.json states group_size={fill.group_size}"
+        )
+    return group
+
+
 def _int4_linear(fill: Filler, names: list[str], height: int, width: int) -> Int4Linear:
     """The packed weights [height, width] of each name, one below the other."""
-    group = fill.group_size
-    if group is None or width % group or width % WORD:
-        raise CheckpointError(
-            f"{names[0]}.weight_packed: config.json states group_size={group}, which must divide the {width} columns"
-        )
+    group = _group_size(fill, names[0], width)
     for name in names:
         _check_plain_int4(fill.checkpoint, f"{name}.weight", [height, width])
     packed = fill.take({f"{name}.weight_packed": (height, width // WORD) for name in names}, dtype=torch.int32)
@@ -113,25 +124,42 @@ def give_back_memory() -> None:
             trim(0)
 
 
-def _beyond(config: TargetConfig) -> Callable[[str], bool]:
-    """Names of multi-token-prediction layers (index num_hidden_layers and up) and of computed buffers."""
+# What a user loses with the tensors left out; with the others, nothing.
+_LOSS = {
+    VISION: ": the model takes text only",
+    INDEXER: ": attention is dense, the same up to index_topk (2048) tokens and unlike training beyond",
+}
 
-    def unwanted(name: str) -> bool:
-        found = re.match(r"model\.layers\.(\d+)\.", name)
-        return bool(_COMPUTED.search(name)) or (found is not None and int(found[1]) >= config.num_hidden_layers)
 
-    return unwanted
+@cache
+def _note(level: int, message: str) -> None:
+    """Log a message once: a streamed target opens its files several times."""
+    _log.log(level, "%s", message)
+
+
+def _leave_out(checkpoint: Checkpoint, config: TargetConfig) -> None:
+    for reason, names in dropped(checkpoint.stored, config).items():
+        checkpoint.drop(set(names).__contains__)
+        size = sum(checkpoint.stored[name].nbytes for name in names)
+        told = f"{checkpoint.directory}: {reason} left out ({len(names)} tensors, {size} bytes){_LOSS.get(reason, '')}"
+        _note(logging.WARNING if reason in _LOSS else logging.INFO, told)
 
 
 def open_target(
     directory: Path, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> tuple[TargetConfig, Filler]:
-    """The config of a model directory and a filler over the tensors that the model uses; no tensor is read yet."""
+    """The config of a model directory and a filler over the tensors that the model uses, without a wrapper's prefix; no
+    tensor is read yet. Raises ConfigError or CheckpointError naming what is wrong."""
     config = target_config(read_json(directory / "config.json"))
     checkpoint = Checkpoint(directory)
-    checkpoint.drop(_beyond(config))
-    place = device or torch.device("cpu")
-    return config, Filler(checkpoint, dtype or getattr(torch, config.dtype), place, config.quantization)
+    _leave_out(checkpoint, config)
+    checkpoint.strip(WRAPPER)
+    check_formats(checkpoint.left, config)
+    last = f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
+    if last not in checkpoint:  # told before as many modules are built as config.json asks for
+        raise CheckpointError(f"{directory} has no tensor {last}: the model needs it")
+    wanted, place = dtype or getattr(torch, config.dtype), device or torch.device("cpu")
+    return config, Filler(checkpoint, wanted, place, config.group_size, config.fp8_block)
 
 
 def load_target(
@@ -144,13 +172,11 @@ def load_target(
 ) -> Target:
     """Load a DeepSeek-V3-architecture model. dtype: None keeps the checkpoint's; max_positions sizes the rotary table,
     None takes the config's limit. Raises ConfigError or CheckpointError naming what is wrong."""
-    config = target_config(read_json(directory / "config.json"))
-    checkpoint = Checkpoint(directory)
-    fill = Filler(checkpoint, dtype or getattr(torch, config.dtype), device or torch.device("cpu"), config.group_size)
+    config, fill = open_target(directory, dtype, device)
+    checkpoint = fill.checkpoint
     report = progress or (lambda done, total: None)
     with torch.device("meta"):
         target = Target(config)
-    checkpoint.drop(_beyond(config))
     fill.put(target, "embed_tokens", fill.take({"model.embed_tokens.weight": target.embed_tokens.shape}))
     for index, block in enumerate(target.layers):
         assert isinstance(block, Block)
@@ -160,7 +186,6 @@ def load_target(
         report(checkpoint.taken_bytes, checkpoint.total_bytes)
     fill.fill(target.norm, "model.norm.weight")
     if config.tie_word_embeddings:
-        checkpoint.drop(lambda name: name == "lm_head.weight")
         fill.put(target.lm_head, "weight", target.embed_tokens.detach().clone())
         target.lm_head.pack()
     else:
