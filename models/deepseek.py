@@ -39,7 +39,14 @@ class Block(nn.Module):
         super().__init__()
         self.index = index
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attention = LatentAttention(config)
+        self.attention = LatentAttention(
+            config,
+            num_heads=config.num_attention_heads,
+            input_width=config.hidden_size,
+            output_width=config.hidden_size,
+            norm_eps=config.lora_norm_eps,
+            yarn=config.yarn,
+        )
         self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         dense = index < config.first_k_dense_replace
         self.feed_forward = SwiGLU(config.hidden_size, config.intermediate_size) if dense else MixtureOfExperts(config)

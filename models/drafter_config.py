@@ -7,7 +7,7 @@ knows only minieagle's own spelling.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from minieagle.models.config import ConfigError, Yarn, check_fields, refuse_unless
@@ -73,55 +73,98 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        self._check_choices()
+        self._check_sharing()
         if not self.boundaries or any(type(b) is not int or b < 0 for b in self.boundaries):
             raise ConfigError(f"boundaries={list(self.boundaries)} must name at least one boundary, each 0 or more")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim} must be even: it rotates pairs")
-        if self.draft_vocab_size > self.vocab_size:
-            raise ConfigError(f"draft_vocab_size={self.draft_vocab_size} exceeds vocab_size={self.vocab_size}")
         if self.norm_before_fc and self.fc_norm:
             raise ConfigError(
                 "norm_before_fc=true and fc_norm=true exclude each other: keep the one it was trained with"
             )
+        if self.latent is not None and self.qk_norm:
+            raise ConfigError("qk_norm=true with latent attention: no published drafter has both, drop one")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}"
             )
+
+    def _check_choices(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be one of {list(choices)}")
+        for name, kind in _PARTS.items():
+            if not isinstance(getattr(self, name), kind | None):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be {kind.__name__} or null")
+
+    def _check_sharing(self) -> None:
+        """What is shared with the target must have the target's shape."""
+        if self.draft_vocab_size > self.vocab_size:
+            raise ConfigError(f"draft_vocab_size={self.draft_vocab_size} exceeds vocab_size={self.vocab_size}")
+        widths = f"hidden_size={self.hidden_size} differs from target_hidden_size={self.target_hidden_size}"
         if self.hidden_size != self.target_hidden_size and not self.own_embeddings:
             raise ConfigError(
-                f"hidden_size={self.hidden_size} differs from target_hidden_size={self.target_hidden_size}, so the "
-                "target's embeddings can't be shared: the drafter needs embed_tokens of its own"
+                f"{widths}, so the target's embeddings can't be shared: the drafter needs embed_tokens of its own"
             )
+        if self.hidden_size != self.target_hidden_size and not self.own_head:
+            raise ConfigError(f"{widths}, so the target's head can't be shared: the drafter needs lm_head of its own")
+        if self.draft_vocab_size != self.vocab_size and not self.own_head:
+            raise ConfigError(
+                f"draft_vocab_size={self.draft_vocab_size} is less than vocab_size={self.vocab_size}, but without a "
+                "head of its own (own_head=false) the drafter scores the whole vocabulary"
+            )
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many numbers of a head are rotated."""
+        return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
+
+    @property
+    def cache_row(self) -> tuple[int, int]:
+        """(heads, numbers a head) cached per row and layer: key and value, or rotated shared key and latent."""
+        if self.latent is not None:
+            return 1, self.latent.qk_rope_head_dim + self.latent.kv_lora_rank
+        return self.num_key_value_heads, 2 * self.head_dim
 
     def to_json(self) -> dict[str, Any]:
         """The config.json of a minieagle drafter; boundaries are named as such, so no convention has to be guessed."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "boundaries"}
-        return (
-            {"architectures": ["Eagle3Drafter"], "model_type": "minieagle_eagle3"}
-            | fields
-            | {"boundaries": list(self.boundaries)}
-        )
+        named = {"architectures": ["Eagle3Drafter"], "model_type": "minieagle_eagle3"}
+        return named | asdict(self) | {"boundaries": list(self.boundaries)}
 
 
-# A drafter has one layer of the plainest kind.
+_CHOICES = {"rope_style": ("half", "interleaved"), "last_state": ("pre-norm", "post-norm")}
+_PARTS: dict[str, type[Yarn] | type[LatentSizes]] = {"yarn": Yarn, "latent": LatentSizes}
+
+# Fields that change the math and that minieagle's own spelling has no words for, with the only values implemented.
 _FIXED_DRAFTER: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
-    "num_hidden_layers": (1,),
+    "mlp_bias": (False,),
     "rope_scaling": (None,),
 }
+
+
+def _made(kind: type[Any], fields: Mapping[str, Any], where: str) -> Any:
+    """A dataclass from the fields of a JSON object."""
+    try:
+        return kind(**fields)
+    except TypeError as error:
+        raise ConfigError(f"{where} is incomplete or has a field too many: {error}") from None
 
 
 def drafter_config(config: Mapping[str, Any]) -> DrafterConfig:
     """Parse the config.json of a drafter that states its boundaries. Raises ConfigError for what is missing or not
     implemented."""
-    refuse_unless(_FIXED_DRAFTER, config, "the drafter's config.json")
+    where = "the drafter's config.json"
+    refuse_unless(_FIXED_DRAFTER, config, where)
     if not isinstance(config.get("boundaries"), list):
-        raise ConfigError("the drafter's config.json lists no `boundaries`: state which target states it reads")
+        raise ConfigError(f"{where} lists no `boundaries`: state which target states it reads")
     known: dict[str, Any] = {name: config[name] for name in DrafterConfig.__dataclass_fields__ if name in config}
     known["boundaries"] = tuple(config["boundaries"])
-    try:
-        return DrafterConfig(**known)
-    except TypeError as error:
-        raise ConfigError(f"the drafter's config.json is incomplete: {error}") from None
+    for name, kind in _PARTS.items():
+        if isinstance(known.get(name), Mapping):
+            known[name] = _made(kind, known[name], f"{where}: {name}")
+    made: DrafterConfig = _made(DrafterConfig, known, where)
+    return made

@@ -11,12 +11,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from minieagle.models.checkpoint import CheckpointError
+from minieagle.models.drafter_config import DrafterConfig
 
 Shape = tuple[int, ...]
 
 # (what is replaced, by what): each at most once, in this order.
 _ALIASES: tuple[tuple[str, str], ...] = (
-    (r"^model\.", ""),  # Model-Optimizer, NeMo and checkpoints saved from a serving engine's wrapper: all under `model.`
+    (
+        r"^model\.",
+        "",
+    ),  # Model-Optimizer, NeMo and checkpoints saved from a serving engine's wrapper: all under `model.`
     (r"^layers\.0\.", "midlayer."),  # speculators, vLLM: the layer by its index
 )
 
@@ -134,3 +138,57 @@ def drafter_shapes(names_to_shapes: Mapping[str, Shape]) -> DrafterShapes:
         has_d2t="d2t" in shapes,
         has_t2d="t2d" in shapes,
     )
+
+
+def _attention_shapes(config: DrafterConfig, width: int) -> dict[str, Shape]:
+    """Of an attention that reads `width` numbers, without prefix and `.weight`."""
+    heads, sizes, hidden = config.num_attention_heads, config.latent, config.hidden_size
+    if sizes is None:
+        kv = (config.num_key_value_heads * config.head_dim, width)
+        shapes: dict[str, Shape] = {"q_proj": (heads * config.head_dim, width), "k_proj": kv, "v_proj": kv}
+        norms: dict[str, Shape] = {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
+        return shapes | {"o_proj": (hidden, heads * config.head_dim)} | (norms if config.qk_norm else {})
+    q_rows = heads * (sizes.qk_nope_head_dim + sizes.qk_rope_head_dim)
+    shapes = {
+        "kv_a_proj_with_mqa": (sizes.kv_lora_rank + sizes.qk_rope_head_dim, width),
+        "kv_a_layernorm": (sizes.kv_lora_rank,),
+        "kv_b_proj": (heads * (sizes.qk_nope_head_dim + sizes.v_head_dim), sizes.kv_lora_rank),
+        "o_proj": (hidden, heads * sizes.v_head_dim),
+    }
+    rank = sizes.q_lora_rank
+    if rank is None:
+        return shapes | {"q_proj": (q_rows, width)}
+    return shapes | {"q_a_proj": (rank, width), "q_a_layernorm": (rank,), "q_b_proj": (q_rows, rank)}
+
+
+def _layer_shapes(config: DrafterConfig, index: int) -> dict[str, Shape]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    attention = _attention_shapes(config, 2 * hidden if index == 0 else hidden)
+    shapes: dict[str, Shape] = {f"self_attn.{name}": shape for name, shape in attention.items()}
+    shapes |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    shapes |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    if index == 0:
+        shapes["hidden_norm"] = (hidden,)
+    return {f"{layer_prefix(index)}.{name}.weight": shape for name, shape in shapes.items()}
+
+
+def layer_prefix(index: int) -> str:
+    return f"layers.{index}" if index else "midlayer"
+
+
+def official_shapes(config: DrafterConfig) -> dict[str, Shape]:
+    """Every weight that a drafter of this config has: official name -> shape. d2t and t2d, which may be absent, are for
+    draft_vocabulary.py."""
+    taps, width, hidden = len(config.boundaries), config.target_hidden_size, config.hidden_size
+    shapes: dict[str, Shape] = {"fc.weight": (hidden, taps * width), "norm.weight": (hidden,)}
+    for index in range(config.num_hidden_layers):
+        shapes |= _layer_shapes(config, index)
+    if config.fc_norm:
+        shapes |= {f"fc_norm.{tap}.weight": (width,) for tap in range(taps)}
+    if config.norm_before_fc:
+        shapes["input_norm.weight"] = (taps * width,)
+    if config.own_embeddings:
+        shapes["embed_tokens.weight"] = (config.vocab_size, hidden)
+    if config.own_head:
+        shapes["lm_head.weight"] = (config.draft_vocab_size, hidden)
+    return shapes

@@ -10,14 +10,16 @@ T rows, H heads, N nope, P rotary and V value width per head, R latent rank.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
 from minieagle.models.attention import AttentionPlan, attend
 from minieagle.models.cache import PagedCache
-from minieagle.models.config import TargetConfig
+from minieagle.models.config import Yarn
 from minieagle.models.layers import Linear, RMSNorm, pad_rows
-from minieagle.models.rope import rotate_interleaved, softmax_scale
+from minieagle.models.rope import Rotate, rotate_interleaved, softmax_scale
 
 FLOAT32_FOLD = 2**18
 """kv_b weights of up to this many numbers (1 MB in float32, what a core's cache holds) are kept in float32 on a CPU."""
@@ -31,24 +33,49 @@ def _per_head(x: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(rows.transpose(0, 1), weight).transpose(0, 1)[: x.shape[0]]
 
 
-class LatentAttention(nn.Module):
-    """x [T, hidden] -> [T, hidden]; writes its rows into the cache before it reads."""
+class LatentWidths(Protocol):
+    """The sizes of latent attention, under their published names: a target's config has them, and a latent drafter's."""
 
-    def __init__(self, config: TargetConfig) -> None:
+    @property
+    def q_lora_rank(self) -> int | None: ...
+    @property
+    def kv_lora_rank(self) -> int: ...
+    @property
+    def qk_nope_head_dim(self) -> int: ...
+    @property
+    def qk_rope_head_dim(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
+
+
+class LatentAttention(nn.Module):
+    """x [T, input_width] -> [T, output_width]; writes its rows into the cache before it reads."""
+
+    def __init__(
+        self,
+        widths: LatentWidths,
+        *,
+        num_heads: int,
+        input_width: int,
+        output_width: int,
+        norm_eps: float,
+        yarn: Yarn | None,
+        rotate: Rotate = rotate_interleaved,
+    ) -> None:
         super().__init__()
-        self.num_heads, self.nope = config.num_attention_heads, config.qk_nope_head_dim
-        self.rope, self.rank, self.value = config.qk_rope_head_dim, config.kv_lora_rank, config.v_head_dim
-        self.q_rank = config.q_lora_rank
-        query_width = self.num_heads * config.qk_head_dim
-        self.qkv_a = Linear(config.hidden_size, (self.q_rank or query_width) + self.rank + self.rope)
+        self.num_heads, self.nope = num_heads, widths.qk_nope_head_dim
+        self.rope, self.rank, self.value = widths.qk_rope_head_dim, widths.kv_lora_rank, widths.v_head_dim
+        self.q_rank, self.rotate = widths.q_lora_rank, rotate
+        query_width = num_heads * (self.nope + self.rope)
+        self.qkv_a = Linear(input_width, (self.q_rank or query_width) + self.rank + self.rope)
         if self.q_rank is not None:
-            self.q_a_norm = RMSNorm(self.q_rank, config.lora_norm_eps)
+            self.q_a_norm = RMSNorm(self.q_rank, norm_eps)
             self.q_b = Linear(self.q_rank, query_width)
-        self.kv_a_norm = RMSNorm(self.rank, config.lora_norm_eps)
-        self.w_uk = nn.Parameter(torch.empty(self.num_heads, self.nope, self.rank))
-        self.w_uv = nn.Parameter(torch.empty(self.num_heads, self.rank, self.value))
-        self.o = Linear(self.num_heads * self.value, config.hidden_size)
-        self.scale = softmax_scale(config.qk_head_dim, config.yarn)
+        self.kv_a_norm = RMSNorm(self.rank, norm_eps)
+        self.w_uk = nn.Parameter(torch.empty(num_heads, self.nope, self.rank))
+        self.w_uv = nn.Parameter(torch.empty(num_heads, self.rank, self.value))
+        self.o = Linear(num_heads * self.value, output_width)
+        self.scale = softmax_scale(self.nope + self.rope, yarn)
 
     def _queries_and_latent(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x -> queries [T, H, N + P], latent c_kv [T, R] (normed), shared key k_pe [T, P] (not yet rotated)."""
@@ -61,17 +88,27 @@ class LatentAttention(nn.Module):
     def qkv_a_q_width(self) -> int:
         return self.q_rank or self.num_heads * (self.nope + self.rope)
 
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [T, H, P + R], the one key [T, 1, P + R] of a row, which is what is cached, and its value
+        [T, 1, R], the key's own latent part."""
+        q, c_kv, k_pe = self._queries_and_latent(x)
+        q_nope, q_pe = q.split((self.nope, self.rope), dim=-1)
+        rotated = self.rotate(torch.cat((q_pe, k_pe.unsqueeze(1)), dim=1), cos, sin)
+        key = torch.cat((rotated[:, -1], c_kv), dim=-1).unsqueeze(1)
+        query = torch.cat((rotated[:, :-1].to(self.w_uk.dtype), _per_head(q_nope, self.w_uk)), dim=-1)
+        return query, key, key[..., self.rope :]
+
+    def output(self, mixed: Tensor, dtype: torch.dtype) -> Tensor:
+        """Weighted values [T, H, R] -> [T, output_width] in dtype."""
+        return self.o(_per_head(mixed, self.w_uv).to(dtype).reshape(mixed.shape[0], -1))
+
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: PagedCache, layer: int, slots: Tensor, plan: AttentionPlan
     ) -> Tensor:
-        q, c_kv, k_pe = self._queries_and_latent(x)
-        q_nope, q_pe = q.split((self.nope, self.rope), dim=-1)
-        rotated = rotate_interleaved(torch.cat((q_pe, k_pe.unsqueeze(1)), dim=1), cos, sin)
-        row = torch.cat((rotated[:, -1], c_kv), dim=-1)
-        cache.write(layer, slots, row.unsqueeze(1))
-        query = torch.cat((rotated[:, :-1].to(self.w_uk.dtype), _per_head(q_nope, self.w_uk)), dim=-1)
+        query, key, _ = self.project(x, cos, sin)
+        cache.write(layer, slots, key)
         query = query.float() * self.scale
-        o_lat = attend(query, cache.layer(layer), plan, key_width=row.shape[-1], value_start=self.rope)
-        return self.o(_per_head(o_lat, self.w_uv).to(x.dtype).reshape(x.shape[0], -1))
+        mixed = attend(query, cache.layer(layer), plan, key_width=key.shape[-1], value_start=self.rope)
+        return self.output(mixed, x.dtype)
 
     __call__ = forward

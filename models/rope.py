@@ -7,11 +7,15 @@ The target's checkpoints store interleaved pairs (x0, x1), (x2, x3), ...; llama-
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from minieagle.models.config import Yarn
+
+Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(x [T, H, dim], cos, sin) -> x rotated: one of the two pairings at the end of this file."""
 
 
 def _correction_dim(num_rotations: float, dim: int, theta: float, yarn: Yarn) -> float:
@@ -81,3 +85,7 @@ def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs (x_i, x_{i + dim/2}) of x [T, H, dim] in float32, in x's dtype."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x.dtype)
+
+
+ROTATIONS: dict[str, Rotate] = {"half": rotate_half, "interleaved": rotate_interleaved}
+"""By the name of the style in a drafter's config."""

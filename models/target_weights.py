@@ -28,7 +28,8 @@ from minieagle.models.target_names import INDEXER, VISION, WRAPPER, check_format
 _log = logging.getLogger(__name__)
 
 
-def _fill_attention(fill: Filler, attention: LatentAttention, prefix: str) -> None:
+def fill_latent_attention(fill: Filler, attention: LatentAttention, prefix: str) -> None:
+    """Fill latent attention, a target's or a drafter's, from the published names under `prefix`."""
     query = "q_proj" if attention.q_rank is None else "q_a_proj"
     names = [f"{prefix}.{query}.weight", f"{prefix}.kv_a_proj_with_mqa.weight"]
     fill.fill(attention.qkv_a, *names, rows=[attention.qkv_a_q_width, attention.rank + attention.rope])
@@ -108,7 +109,7 @@ def _fill_experts(fill: Filler, moe: MixtureOfExperts, config: TargetConfig, pre
 def fill_block(fill: Filler, block: Block, config: TargetConfig, prefix: str) -> None:
     fill.fill(block.input_norm, f"{prefix}.input_layernorm.weight")
     fill.fill(block.post_attention_norm, f"{prefix}.post_attention_layernorm.weight")
-    _fill_attention(fill, block.attention, f"{prefix}.self_attn")
+    fill_latent_attention(fill, block.attention, f"{prefix}.self_attn")
     if isinstance(block.feed_forward, MixtureOfExperts):
         _fill_experts(fill, block.feed_forward, config, f"{prefix}.mlp")
     else:

@@ -21,7 +21,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import torch
 from safetensors import safe_open
@@ -30,9 +29,11 @@ from torch import Tensor, nn
 
 from minieagle.models.deepseek import Target
 from minieagle.models.drafter_config import DrafterConfig
-from minieagle.models.eagle3 import Drafter
+from minieagle.models.drafter_weights import drafter_tensors
+from minieagle.models.eagle3 import Drafter, DrafterLayer
 from minieagle.models.layers import Linear, RMSNorm
-from minieagle.models.rope import RotaryTable, rotate_half
+from minieagle.models.mla import LatentAttention
+from minieagle.models.rope import RotaryTable
 from minieagle.models.rows import Rows, Span
 
 TokenText = tuple[int, ...]
@@ -109,9 +110,19 @@ def draft_vocabulary(texts: Sequence[TokenText], size: int, vocab_size: int) -> 
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 
+def check_trainable(config: DrafterConfig) -> None:
+    """Raises TrainingError for a drafter that isn't trained here: embeddings are the target's and the head its own."""
+    if config.own_embeddings or not config.own_head:
+        raise TrainingError(
+            f"own_embeddings={config.own_embeddings}, own_head={config.own_head}: training keeps the target's "
+            "embeddings (so hidden_size must be the target's) and trains a head of the drafter's own"
+        )
+
+
 def new_drafter(config: DrafterConfig, target: Target, target_ids: Tensor, seed: int) -> Drafter:
     """An untrained float32 drafter on the target's device: norms at 1, products at random, the head from the target's
-    rows and the final norm from the target's."""
+    rows and the final norm from the target's. Raises TrainingError for a wiring that isn't trained."""
+    check_trainable(config)
     torch.manual_seed(seed)
     with torch.device(target.device):
         drafter = Drafter(config)
@@ -120,12 +131,14 @@ def new_drafter(config: DrafterConfig, target: Target, target_ids: Tensor, seed:
                 nn.init.normal_(module.weight, std=module.weight.shape[1] ** -0.5)
             if isinstance(module, RMSNorm):
                 nn.init.ones_(module.weight)
-        drafter.rotary = RotaryTable(config.head_dim, config.rope_theta, config.max_position_embeddings)
-    if config.hidden_size == target.config.hidden_size:
-        with torch.no_grad():
-            drafter.lm_head.weight.copy_(target.lm_head.dense_weight()[target_ids])
-            drafter.norm.weight.copy_(target.norm.weight)
-    drafter.embed_tokens = target.embed_tokens.detach()
+            if isinstance(module, LatentAttention):
+                for fold in (module.w_uk, module.w_uv):
+                    nn.init.normal_(fold, std=module.rank**-0.5)
+        drafter.rotary = RotaryTable(config.rotary_dim, config.rope_theta, config.max_position_embeddings, config.yarn)
+    with torch.no_grad():
+        drafter.lm_head.weight.copy_(target.lm_head.dense_weight()[target_ids])
+        drafter.norm.weight.copy_(target.norm.weight)
+    drafter.borrow(target)
     drafter.target_ids = target_ids
     return drafter
 
@@ -153,30 +166,31 @@ def observe(target: Target, texts: Sequence[TokenText], boundaries: tuple[int, .
 
 
 class _UnrolledAttention:
-    """Attention of step k: step-0 keys of slots <= t, then the slot's own keys of steps 1 .. k."""
+    """Attention of step k: step-0 keys of slots <= t, then the slot's own keys of steps 1 .. k; for every layer."""
 
     def __init__(self, drafter: Drafter, batch: int, num_slots: int) -> None:
         self.drafter, self.batch, self.num_slots = drafter, batch, num_slots
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self.keys: list[list[Tensor]] = [[] for _ in drafter.all_layers()]
+        self.values: list[list[Tensor]] = [[] for _ in drafter.all_layers()]
         future = torch.ones(num_slots, num_slots, dtype=torch.bool, device=drafter.target_ids.device).triu(1)
         self.mask = torch.zeros(future.shape, device=future.device).masked_fill_(future, -math.inf)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        step = len(self.keys)
-        positions = torch.arange(step, step + self.num_slots, device=q.device).repeat(self.batch)
-        cos, sin = self.drafter.rotary.at(positions)
+    def __call__(self, layer: DrafterLayer, x: Tensor) -> Tensor:
+        keys, values = self.keys[layer.index], self.values[layer.index]
+        step = len(keys)
+        positions = torch.arange(step, step + self.num_slots, device=x.device).repeat(self.batch)
+        q, k, v = layer.attention.project(x, *self.drafter.rotary.at(positions))
         group = q.shape[1] // k.shape[1]
-        q = self._by_head(rotate_half(q, cos, sin), 1) * q.shape[-1] ** -0.5
-        self.keys.append(self._by_head(rotate_half(k, cos, sin), group))
-        self.values.append(self._by_head(v, group))
-        scores = q @ self.keys[0].transpose(-1, -2) + self.mask
-        own = [(q * keys).sum(-1, keepdim=True) for keys in self.keys[1:]]
+        q = self._by_head(q, 1) * layer.attention.scale
+        keys.append(self._by_head(k, group))
+        values.append(self._by_head(v, group))
+        scores = q @ keys[0].transpose(-1, -2) + self.mask
+        own = [(q * mine).sum(-1, keepdim=True) for mine in keys[1:]]
         weights = torch.cat([scores, *own], dim=-1).softmax(-1)
-        out = weights[..., : self.num_slots] @ self.values[0]
-        for index, values in enumerate(self.values[1:]):
-            out = out + weights[..., self.num_slots + index, None] * values
-        return out.transpose(1, 2).reshape(self.batch * self.num_slots, -1)
+        out = weights[..., : self.num_slots] @ values[0]
+        for index, mine in enumerate(values[1:]):
+            out = out + weights[..., self.num_slots + index, None] * mine
+        return layer.attention.output(out.transpose(1, 2).flatten(0, 1), out.dtype)
 
     def _by_head(self, x: Tensor, repeats: int) -> Tensor:
         """[B * S, heads, P] -> [B, heads * repeats, S, P]."""
@@ -192,7 +206,7 @@ def rollout(drafter: Drafter, tokens: Tensor, states: Tensor, num_steps: int) ->
     attention = _UnrolledAttention(drafter, *tokens.shape)
     for step in range(num_steps):
         fed = torch.roll(tokens, -1 - step, dims=1)
-        out = drafter.finish(drafter.midlayer(drafter.embed(fed.flatten()), states, attention))
+        out = drafter.finish(drafter.decode(fed.flatten(), states, attention))
         states = out.states
         yield out.logits.unflatten(0, tokens.shape)
 
@@ -385,30 +399,10 @@ class Trainer:
 def save_drafter(drafter: Drafter, directory: Path) -> None:
     """Write the drafter in bf16 under the official EAGLE-3 names, with d2t as offsets, and a config that states its
     boundaries."""
-    layer = drafter.midlayer
-    width = layer.head_dim
-    sizes = [layer.num_heads * width, layer.num_kv_heads * width, layer.num_kv_heads * width]
-    tensors: dict[str, Tensor] = {
-        "fc.weight": drafter.fc.weight,
-        "norm.weight": drafter.norm.weight,
-        "lm_head.weight": drafter.lm_head.weight,
+    stored = {
+        name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).detach().contiguous().cpu()
+        for name, tensor in drafter_tensors(drafter).items()
     }
-    for name, part in zip("qkv", layer.qkv.weight.split(sizes), strict=True):
-        tensors[f"midlayer.self_attn.{name}_proj.weight"] = part
-    tensors["midlayer.self_attn.o_proj.weight"] = layer.o.weight
-    for name, part in zip(("gate", "up"), layer.mlp.gate_up.weight.chunk(2), strict=True):
-        tensors[f"midlayer.mlp.{name}_proj.weight"] = part
-    tensors["midlayer.mlp.down_proj.weight"] = layer.mlp.down.weight
-    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-        tensors[f"midlayer.{name}.weight"] = getattr(layer, name).weight
-    if drafter.config.fc_norm:
-        tensors |= {f"fc_norm.{i}.weight": cast(RMSNorm, norm).weight for i, norm in enumerate(drafter.fc_norms)}
-    if drafter.config.norm_before_fc:
-        tensors["input_norm.weight"] = drafter.input_norm.weight
-    stored = {name: tensor.detach().to(torch.bfloat16).contiguous().cpu() for name, tensor in tensors.items()}
-    ids = drafter.target_ids.cpu()
-    stored["d2t"] = ids - torch.arange(ids.shape[0])
-    stored["t2d"] = torch.zeros(drafter.config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(stored, directory / "model.safetensors.new", metadata={"format": "pt"})
     os.replace(directory / "model.safetensors.new", directory / "model.safetensors")
