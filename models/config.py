@@ -7,11 +7,12 @@ error that shows both. See the DeepSeek-V3 technical report (arXiv 2412.19437), 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from minieagle.models.files import FileError, parse_json, read_plain
 
 
 class ConfigError(ValueError):
@@ -150,11 +151,11 @@ class TargetConfig:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ConfigError naming the file when it is missing or not an object."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(read_plain(path), str(path))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: pass a directory that holds a model") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} can't be read as JSON: {error}") from error
+    except FileError as error:
+        raise ConfigError(str(error)) from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds {type(value).__name__}, not an object")
     return value
