@@ -1,0 +1,345 @@
+"""The doctor: what is wrong with a drafter's wiring, found by measuring.
+
+The one idea: a wrong wiring never fails, it only lowers acceptance, so every hypothesis of hypotheses.py is scored on
+the same recording. The target runs once over a text and its states at all needed boundaries are kept; the drafter,
+which is small, is run again for each reading, by the unrolled steps of training: from every position a chain fed with
+the text's own tokens, compared with the target's greedy choice. Readings are compared by the same positions, and a
+gain counts only where it exceeds its own error many times over, so that noise never accuses a healthy drafter.
+
+R roots (positions that a chain starts from), K draft steps, S tokens of a text.
+"""
+
+# torch annotates some members only in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minieagle.models.eagle3 import Drafter
+from minieagle.spec.alarm import DEPTH_1_LOW
+from minieagle.spec.hypotheses import Change, Reading, Setting, Unreadable, grid, reread
+from minieagle.spec.observe import Observed, Source
+from minieagle.spec.train import rollout
+
+NUM_STEPS = 5
+BLOCK_ROOTS = 16
+"""Neighbouring roots share most of their context, so errors are taken over blocks of so many."""
+MIN_ROOTS = 200
+"""A dozen blocks: fewer make the error of a gain a guess."""
+Z = 4.0
+"""Errors that a gain must exceed: some 100 hypotheses at a one-sided 3e-5 accuse one healthy drafter in 300."""
+MIN_GAIN = 0.02
+MIN_NATS = 0.01
+"""Tokens per step, and nats per token, below which nobody would mind."""
+LEAST_LOG_PROB = -10.0
+"""A choice given less is as wrong as can be; a few much lower ones would drown the mean in their error."""
+MAX_CHANGES = 3
+
+
+class RecordingError(ValueError):
+    """A text too short to judge by."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one pass of the target left. boundaries: those that each text's `captured` holds, in order; first[i]: the
+    position of text i from which chains are scored (behind the prompt, where the text is the target's own)."""
+
+    boundaries: tuple[int, ...]
+    texts: Sequence[Observed]
+    first: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.texts) == len(self.first), "one first root a text"
+        if self.num_roots < MIN_ROOTS:
+            raise RecordingError(
+                f"the text gives {self.num_roots} positions to draft from, {MIN_ROOTS} are needed to tell a fault from "
+                "noise: pass a longer one"
+            )
+
+    def roots(self, index: int) -> slice:
+        """The scored slots of a text: those with a whole chain before its end, one position left over for shifts."""
+        first = max(1, self.first[index])
+        return slice(first, max(first, len(self.texts[index].tokens) - NUM_STEPS - 1))
+
+    @property
+    def num_roots(self) -> int:
+        return sum(_length(self.roots(index)) for index in range(len(self.texts)))
+
+    def blocks(self) -> Tensor:
+        """[R] int64: which block each root belongs to."""
+        found: list[Tensor] = []
+        for index in range(len(self.texts)):
+            start = int(found[-1].max()) + 1 if found else 0
+            found.append(start + torch.arange(_length(self.roots(index))) // BLOCK_ROOTS)
+            found = [block for block in found if len(block)]
+        return torch.cat(found)
+
+
+def _length(roots: slice) -> int:
+    return roots.stop - roots.start
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The mean difference of two readings over the same roots, and its standard error. least: what nobody would mind."""
+
+    mean: float
+    error: float
+
+    least: float = MIN_GAIN
+
+    @property
+    def is_sure(self) -> bool:
+        return self.mean >= self.least and self.mean > Z * self.error
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether the two can't be told apart."""
+        return abs(self.mean) < self.least or abs(self.mean) < Z / 2 * self.error
+
+
+@dataclass(frozen=True)
+class Score:
+    """hits [R, K] bool: the drafter's first choice is the target's; one outside the draft vocabulary is a miss.
+    log_probs [R, K] float32: what the drafter gives the target's choice, at least LEAST_LOG_PROB, NaN outside the
+    draft vocabulary. blocks [R]."""
+
+    hits: Tensor
+    log_probs: Tensor
+    blocks: Tensor
+
+    @property
+    def rates(self) -> list[float]:
+        """Top-1 agreement at each depth, given the text's own tokens above (conditional)."""
+        return self.hits.float().mean(0).tolist()
+
+    @property
+    def lengths(self) -> Tensor:
+        """[R] float32: how many drafts are right before the first wrong one."""
+        return self.hits.int().cumprod(1).sum(1).float()
+
+    @property
+    def tokens_per_step(self) -> float:
+        """1 + the mean length: an estimate, over all roots alike and with the target's choices by depth."""
+        return 1 + float(self.lengths.mean())
+
+    @property
+    def log_prob(self) -> float:
+        """Mean over positions and depths where the target's choice is in the draft vocabulary; -inf without any."""
+        mean = float(self.log_probs.nanmean())
+        return mean if math.isfinite(mean) else -math.inf
+
+    def gain_over(self, other: Score) -> Gain:
+        """In tokens per step."""
+        return _gain(self.lengths - other.lengths, self.blocks, MIN_GAIN)
+
+    def log_prob_over(self, other: Score) -> Gain:
+        """In nats per token, where both have the target's choice in their vocabulary."""
+        return _gain((self.log_probs - other.log_probs).nanmean(1).nan_to_num(0.0), self.blocks, MIN_NATS)
+
+
+def _gain(differences: Tensor, blocks: Tensor, least: float) -> Gain:
+    """Mean and its error over blocks (the ratio estimator of cluster sampling)."""
+    num_blocks = int(blocks.max()) + 1
+    sums = torch.zeros(num_blocks).index_add_(0, blocks, differences.cpu())
+    counts = torch.bincount(blocks, minlength=num_blocks).float()
+    mean = float(sums.sum() / counts.sum())
+    spread = float((sums - mean * counts).square().sum().sqrt())
+    return Gain(mean, spread / float(counts.sum()) * math.sqrt(num_blocks / max(1, num_blocks - 1)), least)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One reading's score; changes: how it differs from the drafter as it is wired, none for that one itself."""
+
+    changes: tuple[Change, ...]
+    reading: Reading
+    score: Score
+
+    @property
+    def name(self) -> str:
+        return " + ".join(f"{change.aspect}: {change.name}" for change in self.changes) or "as wired"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A likely cause and its remedy, a sentence each; gain: what mending it was measured to bring, None unmeasured."""
+
+    sentence: str
+    remedy: str
+    result: Result | None = None
+    gain: Gain | None = None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """base: the drafter as it is wired. results: all readings, best first. causes: likeliest first, none when healthy.
+    alike: readings that can't be told from the best one by this text."""
+
+    base: Result
+    results: tuple[Result, ...]
+    causes: tuple[Cause, ...]
+    alike: tuple[Result, ...]
+
+    @property
+    def is_healthy(self) -> bool:
+        return not self.causes
+
+
+@torch.inference_mode()
+def score(drafter: Drafter, reading: Reading, recording: Recording) -> Score:
+    """The agreement of a drafter, already read as `reading` says, with the target's choices."""
+    draft_id = torch.full((reading.config.vocab_size,), -1, device=drafter.target_ids.device)
+    draft_id[drafter.target_ids] = torch.arange(drafter.target_ids.shape[0], device=draft_id.device)
+    hits: list[Tensor] = []
+    log_probs: list[Tensor] = []
+    for index, text in enumerate(recording.texts):
+        parts = list(_score_text(drafter, reading, recording, index, draft_id[text.best]))
+        hits.append(torch.stack([hit for hit, _ in parts], dim=1).cpu())
+        log_probs.append(torch.stack([log_prob for _, log_prob in parts], dim=1).cpu())
+    return Score(torch.cat(hits), torch.cat(log_probs), recording.blocks())
+
+
+def _score_text(
+    drafter: Drafter, reading: Reading, recording: Recording, index: int, best: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Per depth: hits [r] and log-probabilities [r] at the roots of a text. best [S]: the draft id of the target's
+    choice behind each token, -1 outside."""
+    text, roots = recording.texts[index], recording.roots(index)
+    states = drafter.fuse(captured_states(text, recording.boundaries, reading))
+    tokens = text.tokens.roll(-reading.token_shift)
+    for step, logits in enumerate(rollout(drafter, tokens[None], states, NUM_STEPS)):
+        wanted = best[roots.start + 1 + step : roots.stop + 1 + step]
+        mine = logits[0, roots]
+        log_prob = mine.log_softmax(-1).gather(1, wanted.clamp(min=0)[:, None])[:, 0]
+        yield mine.argmax(-1) == wanted, log_prob.clamp(min=LEAST_LOG_PROB).where(wanted >= 0, math.nan)
+
+
+def captured_states(text: Observed, boundaries: Sequence[int], reading: Reading) -> Tensor:
+    """[S, taps, hidden]: what the drafter is fed under a reading."""
+    where = {b: index for index, b in enumerate(boundaries)}
+    taps = [_rank_share(text.captured, where, b, reading.num_ranks) for b in reading.config.boundaries]
+    return torch.stack(taps, dim=1).roll(-reading.state_shift, dims=0) * reading.scale
+
+
+def _rank_share(captured: Tensor, where: dict[int, int], boundary: int, num_ranks: int) -> Tensor:
+    full = captured[:, where[boundary]].float()
+    if num_ranks == 1 or boundary == 0:
+        return full
+    before = captured[:, where[boundary - 1]].float()
+    return before + (full - before) / num_ranks
+
+
+Scorer = Callable[[Reading], Score]
+
+
+@torch.inference_mode()
+def diagnose(
+    drafter: Drafter,
+    target: Source,
+    recording: Recording,
+    original: Reading,
+    setting: Setting,
+    *,
+    wired: Reading | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Diagnosis:
+    """Score the grid around a drafter's wiring and judge it.
+
+    original: how `drafter` was loaded; wired: the reading under judgement where that is another one. progress: called
+    with the number of readings scored so far.
+    """
+
+    def scored(reading: Reading) -> Score:
+        return score(reread(drafter, target, original, reading), reading, recording)
+
+    base = Result((), wired or original, scored(wired or original))
+    results = _search(base, setting, scored, progress)
+    ranked = sorted(results, key=_rank, reverse=True)
+    best = _likeliest(base, ranked)
+    alike = tuple(r for r in ranked if r is not best and r is not base and _alike(r.score, best.score))
+    return Diagnosis(base, tuple(ranked), _causes(base, best, ranked), alike if best is not base else ())
+
+
+def _rank(result: Result) -> tuple[float, float]:
+    return result.score.tokens_per_step, result.score.log_prob
+
+
+def _search(base: Result, setting: Setting, scored: Scorer, progress: Callable[[int], None]) -> list[Result]:
+    """The grid around the drafter as wired; while some change is a sure gain, the grid around that one too."""
+    results, seen, around = [base], {base.reading}, base
+    for _ in range(MAX_CHANGES):
+        for change in grid(around.reading, setting):
+            if change.reading in seen or not _recorded(change.reading, setting):
+                continue
+            seen.add(change.reading)
+            try:
+                results.append(Result((*around.changes, change), change.reading, scored(change.reading)))
+            except Unreadable:
+                continue  # no reading of these weights, hence no hypothesis
+            progress(len(results))
+        best = _likeliest(around, sorted(results, key=_rank, reverse=True))
+        if best is around:
+            break
+        around = best
+    return results
+
+
+def _recorded(reading: Reading, setting: Setting) -> bool:
+    """Whether the states that a reading takes were kept; a rank's share takes the boundary before, too."""
+    taken = set(reading.config.boundaries)
+    if reading.num_ranks > 1:
+        taken |= {b - 1 for b in taken if b > 0}
+    return taken <= set(setting.recorded)
+
+
+def _surely_better(new: Score, old: Score) -> bool:
+    """By tokens per step; or, at no loss of these, by log-probability, which sees weaker faults."""
+    gain = new.gain_over(old)
+    return gain.is_sure or (gain.mean > -MIN_GAIN and gain.mean > -gain.error and new.log_prob_over(old).is_sure)
+
+
+def _alike(one: Score, other: Score) -> bool:
+    return one.gain_over(other).is_noise and one.log_prob_over(other).is_noise
+
+
+def _likeliest(base: Result, ranked: Sequence[Result]) -> Result:
+    """The best reading that is surely better than the base; of those that tokens per step can't tell from it, the one
+    of highest log-probability, and of equals the one with the fewest changes. The base when none is."""
+    better = [r for r in ranked if r is not base and _surely_better(r.score, base.score)]
+    if not better:
+        return base
+    near = [r for r in better if better[0].score.gain_over(r.score).is_noise]
+    return max(near, key=lambda r: (round(r.score.log_prob, 2), -len(r.changes)))
+
+
+def _causes(base: Result, best: Result, ranked: Sequence[Result]) -> tuple[Cause, ...]:
+    """The best reading's changes as one cause, then the next best ones; a drafter that no reading mends is untrained
+    for this target."""
+    better = [r for r in ranked if r is not base and r is not best and _surely_better(r.score, base.score)]
+    found = [_cause(r, base) for r in (best, *better) if r is not base]
+    if best.score.rates[0] < DEPTH_1_LOW:
+        found.insert(1, _foreign(best))
+    return tuple(found)
+
+
+def _cause(result: Result, base: Result) -> Cause:
+    sentence = "; and ".join(change.cause for change in result.changes)
+    remedy = "; and ".join(change.remedy for change in result.changes)
+    return Cause(sentence, remedy, result, result.score.gain_over(base.score))
+
+
+def _foreign(best: Result) -> Cause:
+    rate = best.score.rates[0]
+    return Cause(
+        f"no reading agrees with this target: at best {100 * rate:.0f} % at depth 1, so the drafter belongs to other "
+        "weights of the target (another base, a fine-tune, a rotated quantisation) or is untrained",
+        "take the drafter that was trained for these very weights, or train one",
+    )
