@@ -1,63 +1,70 @@
-"""Text to token ids and back, for byte-level tokenizers, with the chat markup of the model's own template.
+"""Text to token ids and back, for byte-level tokenizers, and conversations in the model's own markup.
 
-The one idea: control tokens come from the template only. What a user writes is encoded by a copy of the tokenizer that
-knows no added tokens, so "<|im_end|>" in a message stays eight characters of text and can't close the turn. The
-template never sees a message's text either: it renders unguessable placeholders, the result is cut at them, and markup
-and text are encoded apart (but text that touches plain markup is encoded in one piece, as in training).
+The one idea: control tokens come from markup only. What a user writes is encoded by a tokenizer that knows no control
+tokens, so "<|im_end|>" in a message stays ten characters of text and can't close the turn. A rendered conversation is
+cut at its control tokens, and what lies between is encoded in one piece, markup and text together, as in training.
 
 The other direction works on bytes: every token has its bytes, and an incremental UTF-8 decoder holds back at most the
 three bytes of an unfinished character, so a stream costs O(1) a token even when its bytes never form a character.
 
-Sources: the `tokenizer.json` format of the tokenizers library; the byte alphabet of GPT-2's encoder; the conventions
-of Hugging Face chat templates (trimmed blocks, `raise_exception`).
+The files are read by `vocabulary.py`, conversations checked by `messages.py` and rendered by `chat.py`.
 """
 
 import codecs
-import json
 import re
-import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer as FastTokenizer
+from minieagle.chat import Chat, Conversation, token_text
+from minieagle.errors import ModelError
+from minieagle.family import find_family
+from minieagle.messages import check_messages, check_text, check_tools
+from minieagle.model_file import read_object
+from minieagle.vocabulary import Kind, read_vocabulary
 
-from minieagle.errors import ModelError, RequestError
-
-ROLES: Final = ("system", "developer", "user", "assistant")
 _SAMPLING_FIELDS: Final = ("temperature", "top_p", "top_k", "min_p")
 
 
 class Tokenizer:
-    """The tokenizer, chat template and stop tokens of one model directory. Immutable after construction.
+    """The tokenizer, chat markup and stop tokens of one model directory. Immutable after construction.
 
     `vocab_size` counts ids up to the largest one in use; `bos_id` and `eos_id` are None where the model declares none;
-    `stop_ids` end a generation (generation_config.json, else config.json, else the tokenizer's own end token);
-    `special_ids` decode to no text; `sampling_defaults` are what generation_config.json recommends.
+    `stop_ids` end a generation (generation_config.json's, else config.json's, else the tokenizer's own end token; and
+    those of the model's family); `special_ids` decode to no text; `sampling_defaults` are what generation_config.json
+    recommends; `family` is the model family by name, None if unknown.
     """
 
     def __init__(self, directory: str | Path) -> None:
-        """Reads `tokenizer.json` and, where present, the template and the configs beside it; ModelError if unusable."""
+        """Reads tokenizer.json or tiktoken.model and, where present, the template and the configs beside it; ModelError
+        naming the file and field if they can't be used."""
         self.directory = Path(directory)
-        spec = _read_json(self.directory / "tokenizer.json", required=True)
-        self._added = _added_tokens(spec, self.directory)
-        self._plain = _load(json.dumps({**spec, "added_tokens": []}), self.directory)
-        self._bytes = _token_bytes(spec, self._added, self.directory)
-        self.special_ids = frozenset(token["id"] for token in spec.get("added_tokens", ()) if token.get("special"))
-        self.vocab_size = max(self._bytes) + 1
-        self._settings = _read_json(self.directory / "tokenizer_config.json")
+        self._settings = read_object(self.directory / "tokenizer_config.json")
+        self._vocabulary = read_vocabulary(self.directory, self._settings)
+        self._plain = self._vocabulary.plain
+        self.special_ids = self._vocabulary.special_ids
+        self.vocab_size = max(self._vocabulary.token_bytes) + 1
         self.bos_id = self._named_id("bos_token")
         self.eos_id = self._named_id("eos_token")
-        generation = _read_json(self.directory / "generation_config.json")
-        self.stop_ids = self._stop_ids(generation)
-        self.sampling_defaults: dict[str, float] = {
-            name: generation[name] for name in _SAMPLING_FIELDS if generation.get(name) is not None
-        }
-        self._markup = re.compile("|".join(map(re.escape, sorted(self._added, key=len, reverse=True))) or r"(?!)")
-        self._template = self._load_template()
+        config = read_object(self.directory / "config.json")
+        family = find_family(self._vocabulary.added, config)
+        self.family = None if family is None else family.name
+        path = self.directory / "generation_config.json"
+        generation = read_object(path)
+        declared = _declared_stops(generation, path) or _declared_stops(config, self.directory / "config.json")
+        own = () if self.eos_id is None else (self.eos_id,)
+        stops = () if family is None else map(self._vocabulary.added.__getitem__, family.stops)
+        self.stop_ids = tuple(dict.fromkeys((*(declared or own), *stops)))
+        self.sampling_defaults = _sampling_defaults(generation, path)
+        self._chat = Chat(self.directory, self._settings, family)
+        names = sorted(self._vocabulary.added, key=len, reverse=True)
+        self._control_tokens = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+    @property
+    def kind(self) -> Kind:
+        """Which file the tokens come from: "tokenizer.json" or "tiktoken"."""
+        return self._vocabulary.kind
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, read as plain text throughout: the text of a special token is text, never that token.
@@ -65,19 +72,32 @@ class Tokenizer:
         A start token is added only where tokenizer.json or tokenizer_config.json says so. Raises RequestError for a
         string that is not Unicode text (a lone surrogate).
         """
-        _check_text(text, "prompt")
-        ids = self._plain.encode(text).ids
+        ids = self._plain.encode(check_text(text, "prompt")).ids
         lacks_bos = self._settings.get("add_bos_token") is True and ids[:1] != [self.bos_id]
         return [self.bos_id, *ids] if lacks_bos and self.bos_id is not None else ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **switches: Any,
+    ) -> list[int]:
         """Ids of a conversation in the model's markup, open for the assistant's turn if `add_generation_prompt`.
 
-        A message is {"role": one of ROLES, "content": text or [{"type": "text", "text": ...}, ...]}; "developer" is
-        rendered as "system". Raises RequestError naming the message and field at fault.
+        `messages` and `tools` are those of the OpenAI API: text as content, "developer" rendered as "system", tool
+        calls and results, `name`, and `reasoning_content` of assistant turns. `switches` are variables that the
+        template reads, such as `thinking=False`. Raises RequestError naming the message and field at fault, and for
+        whatever the model's markup can't show.
         """
-        turns = check_messages(messages)
-        return self._encode_pieces(self._pieces(turns, add_generation_prompt))
+        conversation = Conversation(
+            messages=check_messages(messages),
+            tools=check_tools(tools),
+            switches=switches,
+            add_generation_prompt=add_generation_prompt,
+        )
+        return self._encode_pieces(self._pieces(conversation))
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; special tokens have none, and bytes that form no character become U+FFFD."""
@@ -85,39 +105,21 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that `token_id` adds to the text: none for special tokens and for ids without a token."""
-        return b"" if token_id in self.special_ids else self._bytes.get(token_id, b"")
+        return b"" if token_id in self.special_ids else self._vocabulary.token_bytes.get(token_id, b"")
 
     def token_name(self, token_id: int) -> str:
         """One token by itself, as logprobs show it: its text, special tokens by name, cut characters as U+FFFD."""
-        return self._bytes.get(token_id, b"").decode("utf-8", errors="replace")
+        return self._vocabulary.token_bytes.get(token_id, b"").decode("utf-8", errors="replace")
 
-    def _pieces(self, turns: list[tuple[str, str]], add_generation_prompt: bool) -> Iterator[int | str]:
-        """Rendered conversation as control token ids and plain text, in order."""
-        if self._template is None:
-            raise RequestError(
-                f"messages need a chat template, and {self.directory.name} has neither chat_template.jinja nor one in "
-                "tokenizer_config.json; send a plain prompt instead"
-            )
-        mark = secrets.token_hex(16)
-        names = [f"{mark}-{index}-" for index in range(len(turns))]
-        shown = [
-            {"role": role, "content": _stand_in(text, name)} for (role, text), name in zip(turns, names, strict=True)
-        ]
-        rendered = self._render(shown, add_generation_prompt)
-        for index, piece in enumerate(re.split(f"{mark}-([0-9]+)-", rendered)):
-            if index % 2:
-                yield turns[int(piece)][1].strip()
-            else:
-                yield from self._split_markup(piece)
-        _check_all_shown(turns, names, rendered)
-
-    def _split_markup(self, markup: str) -> Iterator[int | str]:
+    def _pieces(self, conversation: Conversation) -> Iterator[int | str]:
+        """The rendered conversation as control token ids and plain text, in order."""
+        rendered, guard = self._chat.render(conversation, self._vocabulary.added)
         start = 0
-        for match in self._markup.finditer(markup):
-            yield markup[start : match.start()]
-            yield self._added[match.group()]
+        for match in self._control_tokens.finditer(rendered):
+            yield guard.clear(rendered[start : match.start()])
+            yield self._vocabulary.added[match.group()]
             start = match.end()
-        yield markup[start:]
+        yield guard.clear(rendered[start:])
 
     def _encode_pieces(self, pieces: Iterable[int | str]) -> list[int]:
         ids: list[int] = []
@@ -128,59 +130,18 @@ class Tokenizer:
                 ids += map(int, run)
         return ids
 
-    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        assert self._template is not None, "checked by the caller"
-        names = {name: _content(self._settings.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
-        try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None, **names
-            )
-        except jinja2.TemplateError as error:
-            raise RequestError(
-                f"messages: the chat template refuses this conversation: {error}; change the order or the roles of the "
-                "messages",
-                param="messages",
-            ) from error
-
-    def _load_template(self) -> jinja2.Template | None:
-        source = _template_source(self.directory, self._settings)
-        if source is None:
-            return None
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = _raise_exception
-        try:
-            return environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ModelError(f"the chat template of {self.directory} is not valid Jinja: {error}; mend it") from error
-
     def _named_id(self, name: str) -> int | None:
         """The id of the token that tokenizer_config.json declares under `name`."""
-        token = _content(self._settings.get(name))
+        path, declared = self.directory / "tokenizer_config.json", self._settings.get(name)
+        token = token_text(declared)
+        if declared is not None and token is None:
+            raise ModelError(f"{path}: {name}={declared!r:.80} must be a token's text; correct it")
         if token is None:
             return None
-        token_id = self._added.get(token, self._plain.token_to_id(token))
+        token_id = self._vocabulary.added.get(token, self._plain.token_to_id(token))
         if token_id is None:
-            raise ModelError(
-                f"{self.directory / 'tokenizer_config.json'}: {name}={token!r} is not in tokenizer.json; use files of "
-                "one model"
-            )
+            raise ModelError(f"{path}: {name}={token!r:.80} is no token of {self.kind}; use files of one model")
         return token_id
-
-    def _stop_ids(self, generation: Mapping[str, Any]) -> tuple[int, ...]:
-        config = _read_json(self.directory / "config.json")
-        declared = next((c["eos_token_id"] for c in (generation, config) if c.get("eos_token_id") is not None), None)
-        if declared is None:
-            return () if self.eos_id is None else (self.eos_id,)
-        ids = declared if isinstance(declared, list) else [declared]
-        for token_id in ids:
-            if type(token_id) is not int or token_id < 0:
-                raise ModelError(
-                    f"{self.directory}: eos_token_id={declared!r} must be a token id or a list of token ids; correct "
-                    "generation_config.json or config.json"
-                )
-        return tuple(ids)
 
 
 class Detokenizer:
@@ -203,149 +164,25 @@ class Detokenizer:
         return self._decoder.decode(b"", final=True)
 
 
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """(role, text) of each message, or RequestError naming the message and field at fault."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise RequestError(f"messages={messages!r:.80} must be a list of messages", param="messages")
-    if not messages:
-        raise RequestError("messages=[] is empty; send at least one message", param="messages")
-    return [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-
-
-def _check_message(message: Mapping[str, Any], where: str) -> tuple[str, str]:
-    if not isinstance(message, Mapping):
-        raise RequestError(f'{where} must be an object with "role" and "content"', param=where)
-    for name, value in message.items():
-        if name not in ("role", "content") and value not in (None, [], {}):
-            raise RequestError(f"{where}.{name} is not supported; send role and content only", param=f"{where}.{name}")
-    role = message.get("role")
-    if role not in ROLES:
-        raise RequestError(f"{where}.role={role!r:.80} must be one of {', '.join(ROLES)}", param=f"{where}.role")
-    return "system" if role == "developer" else role, _check_content(message.get("content"), f"{where}.content")
-
-
-def _check_content(content: object, where: str) -> str:
-    if isinstance(content, str):
-        _check_text(content, where)
-        return content
-    if not isinstance(content, list):
-        raise RequestError(f"{where} must be a string or a list of text parts", param=where)
-    return "".join(_check_part(part, f"{where}[{index}]") for index, part in enumerate(content))
-
-
-def _check_part(part: object, where: str) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind != "text":
-        raise RequestError(
-            f'{where}.type={kind!r:.80}: only "text" parts are supported, the model reads no images, audio or files; '
-            "describe them in words",
-            param=where,
-        )
-    assert isinstance(part, Mapping), "a part with a type is a mapping"
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise RequestError(f"{where}.text must be a string", param=f"{where}.text")
-    _check_text(text, f"{where}.text")
-    return text
-
-
-def _check_text(text: str, where: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"{where} holds the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, which is not "
-            "text; remove it",
-            param=where,
-        ) from None
-
-
-def _stand_in(text: str, name: str) -> str:
-    """What the template sees of a message: its outer white space, which templates trim, around a placeholder."""
-    core = text.strip()
-    return text.replace(core, name) if core else text
-
-
-def _check_all_shown(turns: list[tuple[str, str]], names: list[str], rendered: str) -> None:
-    """A template that leaves a message out would drop what the user said without a word."""
-    for index, ((role, text), name) in enumerate(zip(turns, names, strict=True)):
-        if text.strip() and name not in rendered:
-            where = f"messages[{index}]"
-            raise RequestError(f"{where}: the chat template leaves this {role} message out; remove it", param=where)
-
-
-def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
-    """The object in `path`; {} where an optional file is absent."""
-    if not path.exists() and not required:
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path.parent} has no {path.name}; name a directory that holds a model") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} is not JSON: {error}; copy it again") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} must hold an object, not {type(content).__name__}; copy it again")
-    return content
-
-
-def _load(spec: str, directory: Path) -> FastTokenizer:
-    try:
-        return FastTokenizer.from_str(spec)
-    except Exception as error:  # the library raises bare Exception for every fault of the file
-        raise ModelError(f"{directory / 'tokenizer.json'} cannot be used: {error}; copy it again") from error
-
-
-def _added_tokens(spec: Mapping[str, Any], directory: Path) -> dict[str, int]:
-    """Added tokens by content. Flags that make a token swallow its neighbours' spaces are refused, not ignored."""
-    for token in spec.get("added_tokens", ()):
-        flags = [flag for flag in ("single_word", "lstrip", "rstrip") if token.get(flag)]
-        if flags:
+def _declared_stops(config: Mapping[str, Any], path: Path) -> tuple[int, ...]:
+    """eos_token_id of a config, or of the text model within it: an id or a list of ids."""
+    text_config = config.get("text_config")
+    inner = text_config if isinstance(text_config, dict) else {}
+    declared = config.get("eos_token_id", inner.get("eos_token_id"))
+    if declared is None:
+        return ()
+    ids = declared if isinstance(declared, list) else [declared]
+    for token_id in ids:
+        if type(token_id) is not int or token_id < 0:
             raise ModelError(
-                f"{directory / 'tokenizer.json'}: added token {token['content']!r} sets {', '.join(flags)}, which is "
-                "not supported; set it to false"
+                f"{path}: eos_token_id={declared!r:.80} must be a token id or a list of token ids; correct it"
             )
-    return {token["content"]: token["id"] for token in spec.get("added_tokens", ())}
+    return tuple(ids)
 
 
-def _token_bytes(spec: Mapping[str, Any], added: Mapping[str, int], directory: Path) -> dict[int, bytes]:
-    """The bytes of every id, added tokens by their content."""
-    kind = (spec.get("decoder") or {}).get("type")
-    if kind != "ByteLevel":
-        raise ModelError(
-            f"{directory / 'tokenizer.json'}: decoder type {kind!r} is not supported, only 'ByteLevel'; use a "
-            "byte-level tokenizer, as DeepSeek-V3 and Kimi have"
-        )
-    alphabet = _byte_alphabet()
-    table = {token_id: _to_bytes(token, alphabet) for token, token_id in spec["model"]["vocab"].items()}
-    return table | {token_id: content.encode() for content, token_id in added.items()}
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The 256 characters that stand for bytes: printable Latin-1 for itself, the rest from U+0100 upwards."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(rest)}
-
-
-def _to_bytes(token: str, alphabet: Mapping[str, int]) -> bytes:
-    return bytes(map(alphabet.__getitem__, token)) if alphabet.keys() >= set(token) else token.encode()
-
-
-def _template_source(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if path.exists():
-        return path.read_text(encoding="utf-8")
-    declared = settings.get("chat_template")
-    if isinstance(declared, list):  # several named templates; "default" is the one for plain conversations
-        return next((entry["template"] for entry in declared if entry.get("name") == "default"), None)
-    return declared
-
-
-def _content(token: object) -> str | None:
-    """A token in tokenizer_config.json is its text, or an object that holds it."""
-    return token.get("content") if isinstance(token, Mapping) else token if isinstance(token, str) else None
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+def _sampling_defaults(generation: Mapping[str, Any], path: Path) -> dict[str, float]:
+    chosen = {name: generation[name] for name in _SAMPLING_FIELDS if generation.get(name) is not None}
+    for name, value in chosen.items():
+        if type(value) not in (int, float):
+            raise ModelError(f"{path}: {name}={value!r:.80} must be a number; correct it")
+    return chosen

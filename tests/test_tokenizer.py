@@ -40,6 +40,13 @@ def variant(tmp_path: Path, name: str, **changes: Any) -> Path:
     return tmp_path
 
 
+def without_family(directory: Path) -> Path:
+    """`directory` with one of the control tokens that mark the family under another name."""
+    text = (directory / "tokenizer.json").read_text()
+    (directory / "tokenizer.json").write_text(text.replace("<|im_system|>", "<|im_other|>"))
+    return directory
+
+
 @given(hostile)
 def test_encoding_a_text_and_decoding_it_gives_it_back(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
@@ -102,14 +109,15 @@ def test_a_template_that_trims_still_trims(tmp_path: Path) -> None:
         ("hi", "messages"),
         (["hi"], "messages[0]"),
         ([{"content": "x"}], "messages[0].role"),
-        ([{"role": "tool", "content": "x"}], "messages[0].role"),
+        ([{"role": "function", "content": "x"}], "messages[0].role"),
+        ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
         ([{"role": ["user"], "content": "x"}], "messages[0].role"),
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
         ([{"role": "user", "content": "\ud800"}], "messages[0].content"),
         ([{"role": "user", "content": "x", "name": "Ann"}], "messages[0].name"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
-        ([*chat("x"), {"role": "assistant", "content": "", "tool_calls": [1]}], "messages[1].tool_calls"),
+        ([*chat("x"), {"role": "assistant", "content": "", "tool_calls": [1]}], "messages[1].tool_calls[0]"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}], "messages[0].content[0]"),
     ],
 )
@@ -168,8 +176,14 @@ def test_ids_beyond_the_vocabulary_have_no_text() -> None:
 
 @pytest.mark.parametrize(("declared", "expected"), [(7, (7,)), ([7, 8], (7, 8)), (None, (4089,))])
 def test_stop_ids_come_from_the_generation_config_first(tmp_path: Path, declared: Any, expected: Any) -> None:
-    directory = variant(tmp_path, "generation_config.json", eos_token_id=declared)
+    directory = without_family(variant(tmp_path, "generation_config.json", eos_token_id=declared))
     assert Tokenizer(directory).stop_ids == expected
+
+
+@pytest.mark.parametrize("declared", [7, [4090], 4089, None])
+def test_a_family_s_ends_are_added_to_those_declared(tmp_path: Path, declared: Any) -> None:
+    directory = variant(tmp_path, "generation_config.json", eos_token_id=declared)
+    assert {4089, 4090} <= set(Tokenizer(directory).stop_ids)
 
 
 def test_the_embedded_model_stops_at_both_its_ends() -> None:
@@ -188,6 +202,7 @@ def test_the_template_may_stand_in_the_tokenizer_config(tmp_path: Path) -> None:
 
 def test_without_any_template_a_chat_is_refused(tmp_path: Path) -> None:
     (variant(tmp_path, "tokenizer_config.json", chat_template=None) / "chat_template.jinja").unlink()
+    without_family(tmp_path)
     with pytest.raises(RequestError, match="chat template"):
         Tokenizer(tmp_path).encode_chat(chat("hi"))
 

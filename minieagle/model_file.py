@@ -1,0 +1,51 @@
+"""The small files of a model directory, read with bounds: text and JSON objects.
+
+The one idea: a model directory comes from strangers. Whatever a file holds (a device, gigabytes, bytes that are no
+text, brackets nested without end), reading it ends in its content or in a ModelError that names it.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from minieagle.errors import ModelError
+
+# The largest that are published: a tokenizer.json of 34 MB, a tokenizer_config.json of 1 MB, a template of 20 kB.
+MAX_JSON_BYTES: Final = 64 << 20
+MAX_TEXT_BYTES: Final = 16 << 20
+
+
+def read_bytes(path: Path, *, max_bytes: int) -> bytes:
+    """The content of `path`; ModelError when it is missing, not a plain file, unreadable or too large."""
+    try:
+        if not path.is_file():  # a pipe or a device would block or never end
+            raise ModelError(f"{path.parent} has no {path.name}; name a directory that holds a model")
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}; check its permissions") from error
+    if len(content) > max_bytes:
+        raise ModelError(f"{path} is larger than {max_bytes} bytes, the most that is read; copy it again")
+    return content
+
+
+def read_text(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """The text in `path`; ModelError as in `read_bytes`, and when it is not UTF-8."""
+    try:
+        return read_bytes(path, max_bytes=max_bytes).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} is not UTF-8 text: {error}; copy it again") from error
+
+
+def read_object(path: Path, *, required: bool = False) -> dict[str, Any]:
+    """The JSON object in `path`; {} where an optional file is absent; ModelError naming the file otherwise."""
+    if not required and not path.exists():
+        return {}
+    text = read_text(path, max_bytes=MAX_JSON_BYTES)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: also an integer of more digits than Python converts
+        raise ModelError(f"{path} is not JSON: {error}; copy it again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold an object, not {type(content).__name__}; copy it again")
+    return content
