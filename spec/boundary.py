@@ -200,7 +200,8 @@ def _only(found: Mapping[str, list[int]], num_layers: int) -> tuple[str, list[in
         usual = default_inputs(num_layers)
         hint = f"; --boundaries {' '.join(map(str, usual))} is EAGLE's default here" if _ascending(usual) else ""
         raise BoundaryError(
-            f"the drafter's config names no states to read: pass --boundaries, or let `minieagle doctor` measure it{hint}"
+            f"the drafter's config names no states to read: pass --boundaries, or let `minieagle doctor` "
+            f"measure it{hint}"
         )
     own = "boundaries" in found and len(found) > 1  # ids and boundaries cannot be compared without a convention
     if own or len({tuple(ids) for ids in found.values()}) > 1:

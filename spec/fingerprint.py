@@ -87,9 +87,8 @@ def tokenizer_fingerprint(directory: Path) -> str | None:
     if (directory / "tokenizer.json").exists():
         entries = _tokenizer_json(read_json(directory / "tokenizer.json"))
     elif (directory / "tiktoken.model").exists():
-        entries = {"tiktoken": hashlib.sha256(read_plain(directory / "tiktoken.model")).hexdigest()} | _specials(
-            directory
-        )
+        ranks = hashlib.sha256(read_plain(directory / "tiktoken.model")).hexdigest()
+        entries = {"tiktoken.model": ranks} | _specials(directory)
     else:
         return None
     return f"sha256:{hashlib.sha256(json.dumps(sorted(entries.items())).encode()).hexdigest()}"

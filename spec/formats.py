@@ -1,15 +1,15 @@
 """Published drafter formats: how each is told apart, what its config fields mean, and what stands in their place.
 
-The one idea: what differs between projects is data. FORMATS, STRANGERS, FIELDS and REFUSED are tables, a row for a fact,
-its source beside it; `describe` reads a config by them. Every value is looked up everywhere it may stand, tensor shapes
-included; sources that disagree are an error that shows both, and a field that is missing is taken from the tensors
-before any default. Which states are read is boundary.py's part.
+The one idea: what differs between projects is data. FORMATS, STRANGERS, FIELDS and REFUSED are tables, a row for a
+fact, its source beside it; `describe` reads a config by them. Every value is looked up everywhere it may stand, tensor
+shapes included; sources that disagree are an error that shows both, and a field that is missing is taken from the
+tensors before any default. Which states are read is boundary.py's part.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -122,6 +122,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False,),
     "logit_scale": (1, 1.0),
     "attn_output_gate": (False,),
+    "rope_interleave": (True, False),
     "parallel_drafting": (False,),
     "parallel_draft_step": (1,),  # Model-Optimizer
     "use_aux_hidden_state": (True,),  # the rest is Model-Optimizer's: false is an EAGLE-1 or MTP head
@@ -179,7 +180,9 @@ def _any_match(pattern: str | None, names: Iterable[str]) -> bool:
 
 def recognise(config: Raw) -> Format:
     """The format of a foreign config.json. Raises ConfigError when it is none of FORMATS."""
-    named = config.get("architectures") or []
+    named = config.get("architectures")
+    if not isinstance(named, list):
+        named = []
     for known in FORMATS:
         if (known.key is not None and known.key in config) or any(name in known.architectures for name in named):
             return known
@@ -265,7 +268,7 @@ class _Reader:
                         f"the drafter's config.json: {path}={value!r} is not supported; known: {list(allowed)}"
                     )
         for path, kinds in self.seen("layer_types").items():
-            if any(kind != "full_attention" for kind in kinds):
+            if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
                 raise ConfigError(
                     f"the drafter's config.json: {path}={kinds!r} is not supported; known: 'full_attention'"
                 )
@@ -337,23 +340,22 @@ def _rope(reader: _Reader) -> None:
     theta = agreed("rope_theta", thetas) or (10000.0, "default")  # transformers' LlamaConfig
     reader.put("rope_theta", *theta)
     scaling = agreed("rope scaling", {path: _scaling(path, part) for path, part in parts.items()})
-    yarn, source = scaling or ({}, "default")
-    known = {name: yarn[name] for name in Yarn.__dataclass_fields__ if name in yarn}
-    if yarn and not {"factor", "original_max_position_embeddings"} <= known.keys():
+    yarn, source = scaling or (None, "default")
+    if yarn is not None and not {"factor", "original_max_position_embeddings"} <= yarn.keys():
         raise ConfigError(f"the drafter's config.json: {source} needs factor and original_max_position_embeddings")
-    reader.put("yarn", Yarn(**known) if yarn else None, source)
+    reader.put("yarn", None if yarn is None else Yarn(**yarn), source)
 
 
-def _scaling(path: str, part: Raw) -> dict[str, Any]:
-    """A rope description without base and kind: {} is plain rotation, else the numbers of YaRN."""
-    kinds = {part[name] for name in ("rope_type", "type") if part.get(name) is not None}
-    if not kinds <= {"default", *YARN} or len(kinds) > 1:
-        raise ConfigError(f"the drafter's config.json: {path} is of type {sorted(kinds)}; known: 'default', 'yarn'")
+def _scaling(path: str, part: Raw) -> dict[str, Any] | None:
+    """The numbers of YaRN in a rope description, None for plain rotation."""
+    kinds = [part[name] for name in ("rope_type", "type") if part.get(name) is not None]
+    if any(kind not in ("default", *YARN) or kind != kinds[0] for kind in kinds):
+        raise ConfigError(f"the drafter's config.json: {path} is of type {kinds}; known: 'default', 'yarn'")
     for name, allowed in ROPE_REFUSED.items():
         if part.get(name) is not None and part[name] not in allowed:
             raise ConfigError(f"the drafter's config.json: {path}.{name}={part[name]!r} is not supported")
-    if not kinds & set(YARN):
-        return {}
+    if not kinds or kinds[0] == "default":
+        return None
     return {name: part[name] for name in Yarn.__dataclass_fields__ if part.get(name) is not None}
 
 
@@ -366,8 +368,8 @@ def _norms(reader: _Reader, kind: Format) -> None:
         return
     if kind.norm_output is None:
         raise ConfigError(
-            f"the drafter's config.json: norm_output={found[0]!r} means the feedback in vLLM and the head in SpecForge, "
-            f"and {kind.name} has no such field: remove it, or let `minieagle doctor --fix` write what it measures"
+            f"the drafter's config.json: norm_output={found[0]!r} means the feedback in vLLM and the head in "
+            f"SpecForge, and {kind.name} has no such field: remove it, or let `minieagle doctor --fix` decide"
         )
     field = "norm_output" if kind.norm_output == "feedback" else "norm_before_head"
     reader.put(field, found[0], f"{found[1]}, which means {kind.norm_output} in {kind.name}")

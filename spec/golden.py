@@ -120,7 +120,7 @@ def _norm_differences(drafter: Drafter, captured: Tensor, golden: Golden, share:
     norms = captured.float().norm(dim=-1).mean(0).tolist()
     pairs = zip(drafter.config.boundaries, golden.state_norms, norms, strict=True)
     return [
-        f"the states at boundary {b} have a mean norm of {now:.4g}, recorded was {before:.4g}: another target or boundary"
+        f"the states at boundary {b} have a mean norm of {now:.4g}, recorded was {before:.4g}: another target or layer"
         for b, before, now in pairs
         if abs(now - before) > share * before
     ]
