@@ -272,7 +272,7 @@ def text_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _one_rope(described: Any, name: str) -> Yarn | str | None:
-    """YaRN as one description has it, "none" for plain RoPE, None when it says nothing but a base."""
+    """YaRN as one description has it, "no scaling" for plain RoPE, None when it says nothing but a base."""
     if not isinstance(described, dict):
         raise ConfigError(f"config.json: {name}={described!r} is not an object")
     refuse_unless(_FIXED_ROPE, described, f"config.json: {name}")
@@ -280,7 +280,7 @@ def _one_rope(described: Any, name: str) -> Yarn | str | None:
     if kind is None and not described.keys() - {"rope_theta"}:
         return None
     if kind == "default":
-        return "none"
+        return "no scaling"
     if kind != "yarn":
         raise ConfigError(f"config.json: {name} of type {kind!r} is not supported; known: 'default', 'yarn'")
     known = {field: described[field] for field in Yarn.__dataclass_fields__ if described.get(field) is not None}

@@ -2,17 +2,22 @@
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from minieagle.models.config import ConfigError, TargetConfig, Yarn, read_json, target_config
 from minieagle.models.drafter_config import DrafterConfig, drafter_config
 from minieagle.quantize import quantization_config
 from tests.oracles import TINY
+from tests.test_published_targets import FP8, INT4, K25_TEXT, PUBLISHED, wrapped
+
+YARN = TINY["rope_scaling"]
+K25 = wrapped(K25_TEXT, "kimi_k25", "KimiK25ForConditionalGeneration", INT4)
 
 REQUIRED = sorted(
     {
@@ -55,8 +60,27 @@ def test_published_fields_are_read() -> None:
 @pytest.mark.parametrize("name", ["rope_type", "type"])
 def test_both_rope_spellings_mean_the_same(name: str) -> None:
     scaling = {k: v for k, v in TINY["rope_scaling"].items() if k != "type"} | {name: "yarn"}
-    new = TINY | {"rope_parameters": scaling | {"rope_theta": 50000.0}, "rope_scaling": None, "rope_theta": 1.0}
+    new = TINY | {"rope_parameters": scaling | {"rope_theta": 50000.0}, "rope_scaling": None, "rope_theta": None}
     assert target_config(new) == target_config(TINY | {"rope_theta": 50000.0})
+
+
+@pytest.mark.parametrize(
+    ("also", "shown"),
+    [
+        ({"rope_theta": 1e6}, ("10000.0", "1000000.0")),
+        ({"rope_type": "default"}, ("no scaling", "Yarn")),
+        (YARN | {"factor": 4.0}, ("factor=4.0", "factor=8.0")),
+        (YARN | {"rope_type": "default"}, ("yarn", "default")),
+    ],
+)
+def test_rope_spellings_that_differ_are_both_shown(also: dict[str, Any], shown: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        target_config(TINY | {"rope_parameters": also})
+    assert all(value in str(raised.value) for value in ("rope_", *shown))
+
+
+def test_rope_spellings_that_agree_pass() -> None:
+    assert target_config(TINY | {"rope_parameters": YARN | {"rope_theta": 10000.0}}) == target_config(TINY)
 
 
 @given(st.dictionaries(st.text(min_size=1).map(lambda name: f"x_{name}"), st.integers() | st.text() | st.none()))
@@ -107,6 +131,22 @@ def test_rope_that_is_not_implemented_is_refused(name: str, value: Any) -> None:
         target_config(TINY | {"rope_scaling": TINY["rope_scaling"] | {name: value}})
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("deepseek_v4", "hyper-connections"), ("kimi_k3", "linear attention"), ("llama", "known")]
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_relatives_are_refused_by_name(kind: str, reason: str, nested: bool) -> None:
+    config = K25 | {"text_config": K25_TEXT | {"model_type": kind}} if nested else TINY | {"model_type": kind}
+    with pytest.raises(ConfigError, match=f"model_type='{kind}' is not supported.*{reason}"):
+        target_config(config)
+
+
+@pytest.mark.parametrize("architectures", [["LlamaForCausalLMEagle3"], "DeepseekV3ForCausalLM"])
+def test_another_class_is_refused(architectures: Any) -> None:
+    with pytest.raises(ConfigError, match=f"architectures='?{architectures[0]}"):
+        target_config(TINY | {"architectures": architectures})
+
+
 @pytest.mark.parametrize("name", ["factor", "original_max_position_embeddings"])
 def test_incomplete_yarn_is_refused(name: str) -> None:
     scaling = {key: value for key, value in TINY["rope_scaling"].items() if key != name}
@@ -114,12 +154,73 @@ def test_incomplete_yarn_is_refused(name: str) -> None:
         target_config(TINY | {"rope_scaling": scaling})
 
 
+# ---- wrappers
+
+
+def test_a_wrapper_is_its_text_config() -> None:
+    assert target_config(K25) == target_config(K25_TEXT | INT4)
+
+
+@pytest.mark.parametrize("place", ["text_config", "top"])
+def test_one_quantization_block_is_enough(place: str) -> None:
+    one = K25 | {"text_config": K25_TEXT} if place == "top" else {n: v for n, v in K25.items() if n not in INT4}
+    assert target_config(one).group_size == 32
+
+
+@pytest.mark.parametrize(
+    ("outer", "shown"),
+    [
+        ({"quantization_config": FP8["quantization_config"]}, ("fp8", "pack-quantized")),
+        ({"hidden_size": 65}, ("64", "65")),
+        ({"tie_word_embeddings": True}, ("False", "True")),
+        ({"dtype": "float32"}, ("bfloat16", "float32")),
+        ({"rope_theta": 1e4}, ("50000.0", "10000.0")),
+    ],
+)
+def test_places_that_differ_are_both_shown(outer: dict[str, Any], shown: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError, match="contradicts itself") as raised:
+        target_config(K25 | outer)
+    assert all(value in str(raised.value) for value in (*outer, *shown))
+
+
+def test_a_field_at_the_top_of_a_wrapper_counts() -> None:
+    assert target_config(K25 | {"lora_norm_eps": 1e-5}).lora_norm_eps == 1e-5
+
+
+@pytest.mark.parametrize(
+    "config", [K25 | {"text_config": None}, K25 | {"text_config": [1]}, TINY | {"text_config": {}}]
+)
+def test_a_wrapper_needs_its_text_config_and_nothing_else_has_one(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="text_config"):
+        target_config(config)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "first", "named"),
+    [
+        (["dense", "sparse", "sparse"], 2, "dense layers of mlp_layer_types"),
+        (["sparse", "dense", "sparse"], None, "dense' layers first"),
+        (["dense", "sparse"], None, "dense' layers first"),
+        ("dense", None, "mlp_layer_types='dense'"),
+    ],
+)
+def test_layer_kinds_that_say_something_else_are_refused(kinds: Any, first: int | None, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        target_config(TINY | {"mlp_layer_types": kinds, "first_k_dense_replace": first})
+
+
+def test_layer_kinds_state_the_dense_layers() -> None:
+    config = {name: value for name, value in TINY.items() if name != "first_k_dense_replace"}
+    assert target_config(config | {"mlp_layer_types": ["dense", "dense", "sparse"]}).first_k_dense_replace == 2
+
+
 NUMBERS = [name for name in TargetConfig.__dataclass_fields__ if type(TINY.get(name)) in (int, float)]
 
 
 @given(st.sampled_from(NUMBERS), st.sampled_from([math.nan, math.inf, -1, None, "64", [4], True]))
 def test_no_number_can_be_nonsense(name: str, value: Any) -> None:
-    assume(name != "q_lora_rank" or value is not None)  # null there is the published way to say: no low-rank query
+    # null is the published way to say: no low-rank query, no word on prediction layers
+    assume(name not in ("q_lora_rank", "num_nextn_predict_layers") or value is not None)
     with pytest.raises(ConfigError, match=f"{name}="):
         target_config(json.loads(json.dumps(TINY | {name: value})))
 
@@ -128,6 +229,31 @@ def test_no_number_can_be_nonsense(name: str, value: Any) -> None:
 def test_no_yarn_number_can_be_nonsense(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{name}="):
         target_config(TINY | {"rope_scaling": TINY["rope_scaling"] | {name: value}})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats() | st.sampled_from(["yarn", "fp8", "x"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["type", "weights", "x"]), inner),
+    max_leaves=6,
+)
+PLACES = [
+    (name, *inner)
+    for kind in PUBLISHED
+    for config in [PUBLISHED[kind]().config]
+    for name in config
+    for inner in [(), *[(key,) for key in (config[name] if isinstance(config[name], dict) else {})]]
+]
+
+
+@settings(max_examples=300)
+@given(st.sampled_from([K25, TINY | FP8, TINY | INT4]), st.sampled_from(sorted(set(PLACES))), JSON)
+def test_any_value_anywhere_gives_a_config_or_a_named_fault(base: Any, place: tuple[str, ...], value: Any) -> None:
+    config = json.loads(json.dumps(base))
+    inner = config.setdefault(place[0], {}) if len(place) > 1 else config
+    assume(isinstance(inner, dict))
+    inner[place[-1]] = value
+    with suppress(ConfigError):
+        target_config(config)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '"x"', "\xff"])
@@ -168,6 +294,10 @@ def test_other_quantization_is_refused(name: str, value: Any) -> None:
     "described",
     [
         {"quant_method": "fp8"},
+        FP8["quantization_config"] | {"fmt": "e5m2"},
+        FP8["quantization_config"] | {"scale_fmt": "e4m3"},
+        FP8["quantization_config"] | {"weight_block_size": [128]},
+        FP8["quantization_config"] | {"weight_block_size": [128, 0]},
         quantization_config(32) | {"config_groups": {}},
         quantization_config(32) | {"format": "dense"},
     ],
@@ -175,6 +305,29 @@ def test_other_quantization_is_refused(name: str, value: Any) -> None:
 def test_other_formats_are_refused(described: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="quantization"):
         target_config(TINY | {"quantization_config": described})
+
+
+@pytest.mark.parametrize(
+    ("described", "named"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "AWQ"),
+        ({"quant_method": "gptq", "bits": 4}, "GPTQ"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "nvfp4"),
+        ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}, "mxfp4"),
+        ({"quant_method": "quark"}, "MXFP4"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+    ],
+)
+def test_other_methods_are_refused_by_name(described: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"quantization .*{named}.* is not supported"):
+        target_config(TINY | {"quantization_config": described})
+
+
+@pytest.mark.parametrize("block", [[128, 128], [64, 32]])
+def test_fp8_blocks_are_read(block: list[int]) -> None:
+    described = FP8["quantization_config"] | {"weight_block_size": block, "scale_fmt": "ue8m0"}
+    assert target_config(TINY | {"quantization_config": described}).fp8_block == tuple(block)
 
 
 # ---- the drafter
@@ -198,7 +351,6 @@ def test_drafter_config_round_trip() -> None:
         ({"boundaries": [0, -1]}, "boundaries"),
         ({"boundaries": [0, 1.0]}, "boundaries"),
         ({"boundaries": None}, "boundaries"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
         ({"attention_bias": True}, "attention_bias"),
     ],

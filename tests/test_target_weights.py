@@ -141,14 +141,18 @@ def test_other_int4_is_refused_by_name(suffix: str) -> None:
         load_changed("int4", lambda tensors: tensors.update({name: torch.zeros(1)}))
 
 
-@pytest.mark.parametrize("described", [None, 16])
-def test_packed_weights_need_their_group_size(described: int | None) -> None:
-    """Without the config, or against it, nothing says which columns share a scale."""
-    config = json.loads(json.dumps(saved("int4")[0]))
-    config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = described
-    fields = {"quantization_config": config["quantization_config"] if described else None}
+@pytest.mark.parametrize("described", [16, 48, 64])
+def test_packed_weights_of_another_group_size_are_refused(described: int) -> None:
+    block = json.loads(json.dumps(saved("int4")[0]["quantization_config"]))
+    block["config_groups"]["group_0"]["weights"]["group_size"] = described
     with pytest.raises(CheckpointError, match="experts.0.gate_proj.weight"):
-        load_changed("int4", lambda tensors: None, **fields)
+        load_changed("int4", lambda tensors: None, quantization_config=block)
+
+
+def test_without_a_group_size_the_scales_must_divide_the_columns() -> None:
+    name = "model.layers.1.mlp.experts.0.gate_proj.weight_scale"
+    with pytest.raises(CheckpointError, match="experts.0.gate_proj.weight_packed: groups of group_size=21"):
+        load_changed("int4", lambda tensors: tensors.update({name: torch.ones(64, 3)}), quantization_config=None)
 
 
 def test_int4_experts_may_come_without_a_stated_shape() -> None:
@@ -161,13 +165,8 @@ def test_int4_experts_may_come_without_a_stated_shape() -> None:
 
 # ---- what may be there and is left out
 
-MTP = [
-    "eh_proj.weight",
-    "enorm.weight",
-    "embed_tokens.weight",
-    "mlp.experts.0.down_proj.weight",
-    "shared_head.head.weight",
-]
+MTP = ["eh_proj.weight", "enorm.weight", "hnorm.weight"]
+BESIDE = ["embed_tokens.weight", "mlp.experts.0.down_proj.weight", "shared_head.head.weight"]
 COMPUTED = [
     "model.layers.0.self_attn.rotary_emb.inv_freq",
     "model.rotary_emb.inv_freq",
@@ -175,17 +174,14 @@ COMPUTED = [
 ]
 
 
-@given(
-    st.lists(st.sampled_from(MTP), min_size=1),
-    st.integers(3, 70),
-    st.lists(st.sampled_from(COMPUTED)),
-    st.integers(0, 1),
-)
+@given(st.lists(st.sampled_from(BESIDE)), st.integers(1, 3), st.lists(st.sampled_from(COMPUTED)), st.booleans())
 def test_prediction_layers_and_computed_buffers_are_skipped(
-    mtp: list[str], layer: int, computed: list[str], declared: int
+    beside: list[str], num: int, computed: list[str], declared: bool
 ) -> None:
-    extra = {name: torch.zeros(2) for name in computed + [f"model.layers.{layer}.{name}" for name in mtp]}
-    target = load_changed("plain", lambda tensors: tensors.update(extra), num_nextn_predict_layers=declared)
+    predicting = [f"model.layers.{3 + i}.{name}" for i in range(num) for name in MTP + beside]
+    extra = {name: torch.zeros(2) for name in computed + predicting}
+    fields = {"num_nextn_predict_layers": num if declared else 0}
+    target = load_changed("plain", lambda tensors: tensors.update(extra), **fields)
     same = load_changed("plain", lambda tensors: None)
     assert torch.equal(*[Run(t, 8).forward(tokens(5, 0)).logits for t in (target, same)])
 
