@@ -13,12 +13,13 @@ What it needs of the target is what one pass over the text says (observe.py), so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from minieagle.models.cache import PagedCache
 from minieagle.models.eagle3 import Drafter, DrafterOutput
 from minieagle.models.rows import Rows, Span
 from minieagle.spec.draft import Root, grow
@@ -26,23 +27,24 @@ from minieagle.spec.observe import Observed, Source, observe_texts
 from minieagle.spec.tree import TreeShape
 
 ROOTS_AT_ONCE = 64
+MAX_STEPS = 32
+"""The longest chain; deeper drafts are never accepted."""
+
+Draft = Callable[[PagedCache, Sequence[Root], DrafterOutput], list[tuple[int, ...]]]
+"""Drafts a chain for each root, whose last rows gave this output."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How often a draft is the target's greedy choice, on any text.
-
-    counts[k]: of the positions that a chain is drafted from, those whose first k drafted tokens are the text's own, so
-    that the target's view of the text tells its next choice. hits[k]: those where drafted token k is that choice.
-    """
+    """How often a draft is the target's greedy choice, on any text: at hits[k] of counts[k] positions, the drafter having
+    been fed the text's tokens up to depth k, as in training, and its own states. Not conditional on lesser depths."""
 
     hits: tuple[int, ...]
     counts: tuple[int, ...]
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """By depth, conditional on the depths before."""
-        return tuple(hit / count if count else 0.0 for hit, count in zip(self.hits, self.counts, strict=True))
+        return tuple(hit / max(1, count) for hit, count in zip(self.hits, self.counts, strict=True))
 
 
 @dataclass(frozen=True)
@@ -59,15 +61,15 @@ class Walk:
 
 
 def _chains(
-    drafter: Drafter, tokens: Sequence[int], captured: Tensor, first: int, num_steps: int
+    drafter: Drafter, tokens: Sequence[int], captured: Tensor, first: int, draft: Draft
 ) -> list[tuple[int, ...]]:
-    """The chain drafted at each root position first .. len - 1: num_steps token ids. The text's rows are committed some
-    at a time, as in use, and every root among them gets spare slots of its own behind the shared committed ones."""
+    """What is drafted at each root position first .. len - 1. The text's rows are committed some at a time, as in use,
+    and every root among them gets spare slots of its own behind the shared committed ones."""
     num_rows = len(tokens) - 1
     ids = torch.tensor(tokens, device=captured.device)
     shared = torch.arange(1, 1 + num_rows, device=ids.device)
-    spare = torch.arange(1 + num_rows, 1 + num_rows + ROOTS_AT_ONCE * num_steps, device=ids.device).split(num_steps)
-    cache = drafter.new_cache(1 + num_rows + ROOTS_AT_ONCE * num_steps)
+    spare = torch.arange(1 + num_rows, 1 + num_rows + ROOTS_AT_ONCE * MAX_STEPS, device=ids.device).split(MAX_STEPS)
+    cache = drafter.new_cache(1 + num_rows + ROOTS_AT_ONCE * MAX_STEPS)
     drafted: list[tuple[int, ...]] = []
     for start in range(0, num_rows, ROOTS_AT_ONCE):
         stop = min(start + ROOTS_AT_ONCE, num_rows)
@@ -80,28 +82,51 @@ def _chains(
         ]
         if roots:
             mine = slice(stop - start - len(roots), None)
-            at = DrafterOutput(out.logits[mine], out.states[mine])
-            drafted += [tree.tokens[1:] for tree in grow(drafter, cache, roots, at, TreeShape.chain(num_steps))]
+            drafted += draft(cache, roots, DrafterOutput(out.logits[mine], out.states[mine]))
     return drafted
 
 
-@dataclass(frozen=True)
-class TextScore:
-    """The score of one text. walk: None unless the target itself wrote it greedily."""
+def _free_chains(
+    drafter: Drafter, tokens: Sequence[int], captured: Tensor, first: int, num_steps: int
+) -> list[tuple[int, ...]]:
+    """num_steps tokens drafted at each root, each fed the one drafted before it: what is drafted in use."""
 
-    walk: Walk | None
-    agreement: Agreement
+    def draft(cache: PagedCache, roots: Sequence[Root], output: DrafterOutput) -> list[tuple[int, ...]]:
+        return [tree.tokens[1:] for tree in grow(drafter, cache, roots, output, TreeShape.chain(num_steps))]
+
+    return _chains(drafter, tokens, captured, first, draft)
 
 
-def score(drafter: Drafter, seen: Observed, prompt_len: int, num_steps: int) -> TextScore:
-    """Score a drafter on a text of which tokens[prompt_len:] was written after the prompt. seen: the target's view of
-    it, with the drafter's boundaries captured."""
+def _forced_chains(
+    drafter: Drafter, tokens: Sequence[int], captured: Tensor, first: int, num_steps: int
+) -> list[tuple[int, ...]]:
+    """num_steps tokens drafted at each root, each fed the text's token before it: what is drafted in training."""
+
+    def draft(cache: PagedCache, roots: Sequence[Root], output: DrafterOutput) -> list[tuple[int, ...]]:
+        levels = [drafter.target_ids[output.logits.argmax(-1)]]
+        for level in range(1, num_steps):
+            behind = [min(root.committed + level, len(tokens) - 1) for root in roots]
+            fed = torch.tensor([tokens[position] for position in behind], device=captured.device)
+            spans = [Span(root.slots, root.committed + level - 1, 1) for root in roots]
+            output = drafter(Rows.of(fed, spans), output.states, cache)
+            levels.append(drafter.target_ids[output.logits.argmax(-1)])
+        return [tuple(chain) for chain in torch.stack(levels, dim=1).tolist()]
+
+    return _chains(drafter, tokens, captured, first, draft)
+
+
+def score(drafter: Drafter, seen: Observed, prompt_len: int, num_steps: int) -> Walk | Agreement:
+    """Score a drafter on a text whose tokens[prompt_len:] follow a prompt: the walk when they are the target's own
+    greedy writing, the agreement when not. seen: the target's view of it, with the drafter's boundaries captured."""
     tokens: list[int] = seen.tokens.tolist()
-    best: list[int] = seen.best.tolist()
-    drafts = _chains(drafter, tokens, seen.captured, prompt_len, num_steps) if len(tokens) > prompt_len else []
-    greedy = is_greedy(seen, prompt_len)
-    walked = _walk(drafts, tokens, prompt_len, num_steps) if greedy else None
-    return TextScore(walked, _agreement(drafts, tokens, best, prompt_len, num_steps))
+    text = drafter, tokens, seen.captured, prompt_len, num_steps
+    if is_greedy(seen, prompt_len):
+        return _walk(_free_chains(*text), tokens, prompt_len, num_steps)
+    best: list[int] = seen.best[prompt_len:].tolist()
+    forced = _forced_chains(*text)
+    counts = [max(0, len(best) - depth) for depth in range(num_steps)]
+    hits = [sum(forced[i][depth] == best[i + depth] for i in range(count)) for depth, count in enumerate(counts)]
+    return Agreement(tuple(hits), tuple(counts))
 
 
 def is_greedy(seen: Observed, prompt_len: int) -> bool:
@@ -112,10 +137,9 @@ def is_greedy(seen: Observed, prompt_len: int) -> bool:
 def walk(target: Source, drafter: Drafter, tokens: Sequence[int], prompt_len: int, num_steps: int) -> Walk:
     """Score a text of which tokens[prompt_len:] is the target's greedy continuation. The first of those comes from the
     prompt's own pass; decoding starts behind it."""
-    if prompt_len >= len(tokens) - 1:
-        return Walk(0, 0, (0,) * num_steps)
     seen = observe_texts(target, [tokens], drafter.config.boundaries)[0]
-    return _walk(_chains(drafter, tokens, seen.captured, prompt_len, num_steps), tokens, prompt_len, num_steps)
+    drafts = _free_chains(drafter, tokens, seen.captured, prompt_len, num_steps)
+    return _walk(drafts, tokens, prompt_len, num_steps)
 
 
 def _walk(drafts: Sequence[tuple[int, ...]], tokens: Sequence[int], first: int, num_steps: int) -> Walk:
@@ -132,19 +156,6 @@ def _walk(drafts: Sequence[tuple[int, ...]], tokens: Sequence[int], first: int, 
     return Walk(steps, max(0, last - first), tuple(reached))
 
 
-def _agreement(
-    drafts: Sequence[tuple[int, ...]], tokens: Sequence[int], best: Sequence[int], first: int, num_steps: int
-) -> Agreement:
-    hits, counts = [0] * num_steps, [0] * num_steps
-    for position, draft in enumerate(drafts, start=first):
-        known = _matches(draft, tokens[position + 1 :])
-        for depth, token in enumerate(draft[: known + 1]):
-            if position + depth < len(best):
-                counts[depth] += 1
-                hits[depth] += token == best[position + depth]
-    return Agreement(tuple(hits), tuple(counts))
-
-
 def _matches(draft: Sequence[int], text: Sequence[int]) -> int:
     count = 0
     while count < min(len(draft), len(text)) and draft[count] == text[count]:
@@ -157,3 +168,10 @@ def total(walks: Sequence[Walk]) -> Walk:
     depth = max(len(walk.reached) for walk in walks)
     reached = [sum(w.reached[k] for w in walks if k < len(w.reached)) for k in range(depth)]
     return Walk(sum(w.num_steps for w in walks), sum(w.num_tokens for w in walks), tuple(reached))
+
+
+def total_agreement(agreements: Sequence[Agreement]) -> Agreement:
+    """All positions of several texts together."""
+    hits = zip(*[agreement.hits for agreement in agreements], strict=True)
+    counts = zip(*[agreement.counts for agreement in agreements], strict=True)
+    return Agreement(tuple(map(sum, hits)), tuple(map(sum, counts)))
