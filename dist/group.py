@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-MAX_SIZE = 1
+MAX_SIZE = 8
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 

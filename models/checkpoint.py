@@ -11,6 +11,7 @@ import logging
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from minieagle.models.files import FileError, open_plain
 from minieagle.models.fp8 import SCALE, check_scaled, dequantize
 from minieagle.models.headers import CheckpointError, Stored, read_headers
-from minieagle.models.layers import Linear, SwiGLU
+from minieagle.models.layers import Linear, SlicedLinear, SwiGLU
+from minieagle.models.shards import WHOLE, Shards
 
 __all__ = ["Checkpoint", "CheckpointError", "Filler", "Progress", "check_filled"]
 
@@ -131,15 +133,20 @@ class Filler:
         device: torch.device,
         group_size: int | None = None,
         fp8_block: tuple[int, int] | None = None,
+        shards: Shards = WHOLE,
     ) -> None:
-        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
+        self.checkpoint, self.dtype, self.device, self.shards = checkpoint, dtype, device, shards
         self.group_size, self.fp8_block = group_size, fp8_block
 
-    def take(self, shapes: Mapping[str, Sequence[int]], *, dtype: torch.dtype | None = None) -> Tensor:
+    def take(
+        self, shapes: Mapping[str, Sequence[int]], *, dtype: torch.dtype | None = None, cut: int | None = None
+    ) -> Tensor:
         """The named tensors, each of the shape given, one below the other, copied out of the mapping. FP8 weights come
-        multiplied by their scales."""
+        multiplied by their scales. cut: the dimension of which each rank takes its piece, None for the whole."""
         wanted = dtype or self.dtype
         parts = [self._plain(name, shape, wanted) for name, shape in shapes.items()]
+        if cut is not None:
+            parts = [self.shards.mine(part, cut) for part in parts]
         whole = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
         return whole.to(self.device, wanted)
 
@@ -170,20 +177,35 @@ class Filler:
         setattr(module, parameter, nn.Parameter(tensor, requires_grad=False))
 
     def fill(
-        self, module: nn.Module, *names: str, rows: Sequence[int] | None = None, dtype: torch.dtype | None = None
+        self,
+        module: nn.Module,
+        *names: str,
+        rows: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        cut: bool = False,
     ) -> None:
-        """module.weight from the named tensors, one below the other: `rows` of each, None for equal shares. A Linear is
-        packed at once."""
+        """module.weight from the named tensors, one below the other: `rows` of each in the files, None for equal
+        shares. cut: each rank takes its piece of the rows of each. A Linear is packed at once."""
         shape = module.get_parameter("weight").shape
-        heights = rows or [shape[0] // len(names)] * len(names)
+        pieces = self.shards.ranks.size if cut else 1
+        heights = rows or [pieces * shape[0] // len(names)] * len(names)
         shapes = {name: (height, *shape[1:]) for name, height in zip(names, heights, strict=True)}
-        self.put(module, "weight", self.take(shapes, dtype=dtype))
+        self.put(module, "weight", self.take(shapes, dtype=dtype, cut=0 if cut else None))
         if isinstance(module, Linear):
             module.pack()
 
+    def fill_summed(self, module: Linear | SlicedLinear, name: str) -> None:
+        """The weight [out, in] of a product that is summed over ranks: this rank's columns, cut into its slices."""
+        parts = [module] if isinstance(module, Linear) else [cast(Linear, part) for part in module.parts]
+        height, width = parts[0].weight.shape
+        mine = self.take({name: (height, width * self.shards.slices)}, cut=1)
+        for part, piece in zip(parts, mine.split(width, dim=1), strict=True):
+            self.put(part, "weight", piece.contiguous())
+            part.pack()
+
     def swiglu(self, module: SwiGLU, prefix: str) -> None:
-        self.fill(module.gate_up, f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
-        self.fill(module.down, f"{prefix}.down_proj.weight")
+        self.fill(module.gate_up, f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight", cut=True)
+        self.fill_summed(module.down, f"{prefix}.down_proj.weight")
 
 
 def check_filled(model: nn.Module, directory: Path) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minieagle.models.attention import AttentionPlan
@@ -22,6 +21,7 @@ from minieagle.models.mla import LatentAttention
 from minieagle.models.moe import MixtureOfExperts
 from minieagle.models.rope import RotaryTable
 from minieagle.models.rows import Rows
+from minieagle.models.shards import WHOLE, Shards
 
 
 @dataclass(frozen=True)
@@ -35,41 +35,47 @@ class TargetOutput:
 class Block(nn.Module):
     """One layer: h += attention(norm(h)); h += feed_forward(norm(h))."""
 
-    def __init__(self, config: TargetConfig, index: int) -> None:
+    def __init__(self, config: TargetConfig, index: int, shards: Shards = WHOLE) -> None:
         super().__init__()
-        self.index = index
+        self.index, self.add = index, shards.sum
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = LatentAttention(
             config,
-            num_heads=config.num_attention_heads,
+            num_heads=shards.local(config.num_attention_heads, "num_attention_heads"),
             input_width=config.hidden_size,
             output_width=config.hidden_size,
             norm_eps=config.lora_norm_eps,
             yarn=config.yarn,
+            num_slices=shards.num_local,
         )
         self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        dense = index < config.first_k_dense_replace
-        self.feed_forward = SwiGLU(config.hidden_size, config.intermediate_size) if dense else MixtureOfExperts(config)
+        if index < config.first_k_dense_replace:
+            width = shards.local(config.intermediate_size, "intermediate_size")
+            self.feed_forward = SwiGLU(config.hidden_size, width, shards.num_local)
+        else:
+            self.feed_forward = MixtureOfExperts(config, shards)
 
     def forward(
         self, h: Tensor, cos: Tensor, sin: Tensor, cache: PagedCache, slots: Tensor, plan: AttentionPlan
     ) -> Tensor:
-        h = h + self.attention(self.input_norm(h), cos, sin, cache, self.index, slots, plan)
-        return h + self.feed_forward(self.post_attention_norm(h))
+        h = h + self.add(self.attention(self.input_norm(h), cos, sin, cache, self.index, slots, plan))
+        return h + self.add(self.feed_forward(self.post_attention_norm(h)))
 
     __call__ = forward
 
 
 class Target(nn.Module):
-    """The whole model. Weights are filled by target_weights.py."""
+    """The whole model, or one rank's part of it: heads, intermediate columns and rows of the vocabulary are cut, all
+    else is whole on every rank. Weights are filled by target_weights.py."""
 
-    def __init__(self, config: TargetConfig) -> None:
+    def __init__(self, config: TargetConfig, shards: Shards = WHOLE) -> None:
         super().__init__()
-        self.config = config
-        self.embed_tokens = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_hidden_layers))
+        self.config, self.shards = config, shards
+        vocabulary = shards.local(config.vocab_size, "vocab_size")
+        self.embed_tokens = nn.Parameter(torch.empty(vocabulary, config.hidden_size))
+        self.layers = nn.ModuleList(Block(config, index, shards) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.lm_head = Linear(config.hidden_size, vocabulary)
         self.rotary: RotaryTable
 
     @property
@@ -87,11 +93,14 @@ class Target(nn.Module):
         )
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.embed_tokens)
+        return self.shards.lookup(token_ids, self.embed_tokens)
 
     def head(self, h: Tensor) -> Tensor:
-        """Logits [T, vocab] float32 of states h [T, hidden] at boundary L."""
-        return self.lm_head(self.norm(h)).float()
+        """Logits [T, vocab] float32 of states h [T, hidden] at boundary L; a rank that doesn't lead has its own columns
+        only."""
+        piece = self.lm_head(self.norm(h)).float()
+        whole = self.shards.join_columns(piece)
+        return piece if whole is None else whole
 
     @torch.inference_mode()
     def forward(

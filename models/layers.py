@@ -9,6 +9,8 @@ Layers have no hooks: `__call__ = forward` makes calling one a plain call, 1 us 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -43,6 +45,7 @@ class Linear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
+        self.in_features = in_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.packed: Tensor | None = None
 
@@ -69,13 +72,35 @@ class Linear(nn.Module):
     __call__ = forward
 
 
-class SwiGLU(nn.Module):
-    """down(silu(gate x) * up x), gate and up fused into one product."""
+class SlicedLinear(nn.Module):
+    """The partial products of a Linear over equal slices of its input columns, side by side: x [T, in] ->
+    [T, num_slices * out]. Their sum, which models/shards.py takes, is the product."""
 
-    def __init__(self, width: int, intermediate: int) -> None:
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slices = x.chunk(len(self.parts), dim=-1)
+        return torch.cat([part(piece) for part, piece in zip(self.parts, slices, strict=True)], dim=-1)
+
+    __call__ = forward
+
+
+def summed_linear(in_features: int, out_features: int, num_slices: int) -> Linear | SlicedLinear:
+    """A product whose output is a sum over num_slices slices of the input: plain where there is one."""
+    if num_slices == 1:
+        return Linear(in_features, out_features)
+    return SlicedLinear(Linear(in_features // num_slices, out_features) for _ in range(num_slices))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate x) * up x), gate and up fused into one product; with num_slices partial sums side by side."""
+
+    def __init__(self, width: int, intermediate: int, num_slices: int = 1) -> None:
         super().__init__()
         self.gate_up = Linear(width, 2 * intermediate)
-        self.down = Linear(intermediate, width)
+        self.down = summed_linear(intermediate, width, num_slices)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(silu_mul(self.gate_up(x)))

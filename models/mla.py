@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from minieagle.models.attention import AttentionPlan, attend
 from minieagle.models.cache import PagedCache
 from minieagle.models.config import Yarn
-from minieagle.models.layers import Linear, RMSNorm, pad_rows
+from minieagle.models.layers import Linear, RMSNorm, pad_rows, summed_linear
 from minieagle.models.rope import Rotate, rotate_interleaved, softmax_scale
 
 FLOAT32_FOLD = 2**18
@@ -34,7 +34,7 @@ def _per_head(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class LatentWidths(Protocol):
-    """The sizes of latent attention, under their published names: a target's config has them, and a latent drafter's."""
+    """The sizes of latent attention by their published names: a target's config has them, a latent drafter's too."""
 
     @property
     def q_lora_rank(self) -> int | None: ...
@@ -49,7 +49,8 @@ class LatentWidths(Protocol):
 
 
 class LatentAttention(nn.Module):
-    """x [T, input_width] -> [T, output_width]; writes its rows into the cache before it reads."""
+    """x [T, input_width] -> [T, output_width], or num_slices partial sums of it side by side; writes its rows into the
+    cache before it reads."""
 
     def __init__(
         self,
@@ -61,6 +62,7 @@ class LatentAttention(nn.Module):
         norm_eps: float,
         yarn: Yarn | None,
         rotate: Rotate = rotate_interleaved,
+        num_slices: int = 1,
     ) -> None:
         super().__init__()
         self.num_heads, self.nope = num_heads, widths.qk_nope_head_dim
@@ -74,7 +76,7 @@ class LatentAttention(nn.Module):
         self.kv_a_norm = RMSNorm(self.rank, norm_eps)
         self.w_uk = nn.Parameter(torch.empty(num_heads, self.nope, self.rank))
         self.w_uv = nn.Parameter(torch.empty(num_heads, self.rank, self.value))
-        self.o = Linear(num_heads * self.value, output_width)
+        self.o = summed_linear(num_heads * self.value, output_width, num_slices)
         self.scale = softmax_scale(self.nope + self.rope, yarn)
 
     def _queries_and_latent(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from minieagle.models.config import TargetConfig
 from minieagle.models.layers import SwiGLU, pad_rows, silu_mul
+from minieagle.models.shards import WHOLE, Shards
 
 
 def _within_best_groups(choice: Tensor, num_groups: int, topk_group: int) -> Tensor:
@@ -61,14 +62,15 @@ class Expert(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """x [T, D] -> [T, D]: weighted routed experts plus the shared one. `experts` is filled by the loader."""
+    """x [T, D] -> [T, D], or partial sums of it side by side: weighted routed experts plus the shared one. `experts` is
+    filled by the loader."""
 
-    def __init__(self, config: TargetConfig) -> None:
+    def __init__(self, config: TargetConfig, shards: Shards = WHOLE) -> None:
         super().__init__()
         self.router = Router(config)
         self.experts = nn.ModuleList()
-        shared = config.n_shared_experts * config.moe_intermediate_size
-        self.shared = SwiGLU(config.hidden_size, shared) if shared else None
+        shared = config.n_shared_experts * shards.local(config.moe_intermediate_size, "moe_intermediate_size")
+        self.shared = SwiGLU(config.hidden_size, shared, shards.num_local) if shared else None
         self.topk = config.num_experts_per_tok
 
     def _outputs(self, x: Tensor, ids: Tensor) -> Tensor:

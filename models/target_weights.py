@@ -19,10 +19,11 @@ from minieagle.models.checkpoint import Checkpoint, CheckpointError, Filler, Pro
 from minieagle.models.config import TargetConfig, read_json, target_config
 from minieagle.models.deepseek import Block, Target
 from minieagle.models.int4 import WORD, Int4Linear
-from minieagle.models.layers import Linear
+from minieagle.models.layers import Linear, SlicedLinear, summed_linear
 from minieagle.models.mla import FLOAT32_FOLD, LatentAttention
 from minieagle.models.moe import Expert, MixtureOfExperts
 from minieagle.models.rope import RotaryTable
+from minieagle.models.shards import WHOLE, Shards
 from minieagle.models.target_names import INDEXER, VISION, WRAPPER, check_formats, dropped
 
 _log = logging.getLogger(__name__)
@@ -31,20 +32,30 @@ _log = logging.getLogger(__name__)
 def fill_latent_attention(fill: Filler, attention: LatentAttention, prefix: str) -> None:
     """Fill latent attention, a target's or a drafter's, from the published names under `prefix`."""
     query = "q_proj" if attention.q_rank is None else "q_a_proj"
-    names = [f"{prefix}.{query}.weight", f"{prefix}.kv_a_proj_with_mqa.weight"]
-    fill.fill(attention.qkv_a, *names, rows=[attention.qkv_a_q_width, attention.rank + attention.rope])
+    _fill_first_products(fill, attention, f"{prefix}.{query}.weight", f"{prefix}.kv_a_proj_with_mqa.weight")
     if attention.q_rank is not None:
         fill.fill(attention.q_a_norm, f"{prefix}.q_a_layernorm.weight")
-        fill.fill(attention.q_b, f"{prefix}.q_b_proj.weight")
+        fill.fill(attention.q_b, f"{prefix}.q_b_proj.weight", cut=True)
     fill.fill(attention.kv_a_norm, f"{prefix}.kv_a_layernorm.weight")
     widths = (attention.nope, attention.value)
-    kv_b = fill.take({f"{prefix}.kv_b_proj.weight": (attention.num_heads * sum(widths), attention.rank)})
+    rows = attention.num_heads * fill.shards.ranks.size * sum(widths)
+    kv_b = fill.take({f"{prefix}.kv_b_proj.weight": (rows, attention.rank)}, cut=0)
     w_uk, w_uv = kv_b.unflatten(0, (attention.num_heads, -1)).split(widths, dim=1)
-    small = fill.device.type == "cpu" and kv_b.numel() <= FLOAT32_FOLD  # see models/mla.py
+    small = fill.device.type == "cpu" and kv_b.numel() * fill.shards.ranks.size <= FLOAT32_FOLD  # see models/mla.py
     folded = torch.float32 if small else fill.dtype
     fill.put(attention, "w_uk", w_uk.to(folded).contiguous())
     fill.put(attention, "w_uv", w_uv.transpose(1, 2).to(folded).contiguous())
-    fill.fill(attention.o, f"{prefix}.o_proj.weight")
+    fill.fill_summed(attention.o, f"{prefix}.o_proj.weight")
+
+
+def _fill_first_products(fill: Filler, attention: LatentAttention, query: str, latent: str) -> None:
+    """The fused product of query and latent. The latent is whole on every rank, and so is a low-rank query; a plain
+    one is cut by heads."""
+    size = 1 if attention.q_rank is not None else fill.shards.ranks.size
+    q = fill.take({query: (attention.qkv_a_q_width * size, attention.qkv_a.in_features)}, cut=None if size == 1 else 0)
+    kv = fill.take({latent: (attention.rank + attention.rope, attention.qkv_a.in_features)})
+    fill.put(attention.qkv_a, "weight", torch.cat((q, kv)))
+    attention.qkv_a.pack()
 
 
 def _expert_linear(fill: Filler, names: list[str], rows: int, width: int) -> nn.Module:
@@ -53,8 +64,18 @@ def _expert_linear(fill: Filler, names: list[str], rows: int, width: int) -> nn.
     if f"{names[0]}.weight_packed" in fill.checkpoint:
         return _int4_linear(fill, names, rows // len(names), width)
     with torch.device("meta"):
-        linear = Linear(width, rows)
-    fill.fill(linear, *[f"{name}.weight" for name in names])
+        linear = Linear(width, rows // fill.shards.ranks.size)
+    fill.fill(linear, *[f"{name}.weight" for name in names], cut=True)
+    return linear
+
+
+def _summed_expert_linear(fill: Filler, name: str, rows: int, width: int) -> nn.Module:
+    """The product [rows, width] of an expert whose input columns are cut."""
+    if f"{name}.weight_packed" in fill.checkpoint:
+        return _summed_int4_linear(fill, name, rows, width)
+    with torch.device("meta"):
+        linear = summed_linear(width // fill.shards.ranks.size, rows, fill.shards.num_local)
+    fill.fill_summed(linear, f"{name}.weight")
     return linear
 
 
@@ -77,9 +98,22 @@ def _int4_linear(fill: Filler, names: list[str], height: int, width: int) -> Int
     group = _group_size(fill, names[0], width)
     for name in names:
         _check_plain_int4(fill.checkpoint, f"{name}.weight", [height, width])
-    packed = fill.take({f"{name}.weight_packed": (height, width // WORD) for name in names}, dtype=torch.int32)
-    scale = fill.take({f"{name}.weight_scale": (height, width // group) for name in names})
+    packed = fill.take({f"{name}.weight_packed": (height, width // WORD) for name in names}, dtype=torch.int32, cut=0)
+    scale = fill.take({f"{name}.weight_scale": (height, width // group) for name in names}, cut=0)
     return Int4Linear(packed, scale, fill.dtype)
+
+
+def _summed_int4_linear(fill: Filler, name: str, height: int, width: int) -> nn.Module:
+    """The packed weights [height, width] whose columns are cut: words and scales by the same logical columns."""
+    group = _group_size(fill, name, width)
+    fill.shards.local(width, f"columns of {name}", unit=group)
+    _check_plain_int4(fill.checkpoint, f"{name}.weight", [height, width])
+    packed = fill.take({f"{name}.weight_packed": (height, width // WORD)}, dtype=torch.int32, cut=1)
+    scale = fill.take({f"{name}.weight_scale": (height, width // group)}, cut=1)
+    count = fill.shards.num_local
+    pieces = zip(packed.chunk(count, dim=1), scale.chunk(count, dim=1), strict=True)
+    parts = [Int4Linear(words.contiguous(), scales.contiguous(), fill.dtype) for words, scales in pieces]
+    return parts[0] if count == 1 else SlicedLinear(parts)
 
 
 def _check_plain_int4(checkpoint: Checkpoint, name: str, shape: list[int]) -> None:
@@ -101,7 +135,7 @@ def _fill_experts(fill: Filler, moe: MixtureOfExperts, config: TargetConfig, pre
     for e in range(config.n_routed_experts):
         name = f"{prefix}.experts.{e}"
         gate_up = _expert_linear(fill, [f"{name}.gate_proj", f"{name}.up_proj"], 2 * inner, width)
-        moe.experts.append(Expert(gate_up, _expert_linear(fill, [f"{name}.down_proj"], width, inner)))
+        moe.experts.append(Expert(gate_up, _summed_expert_linear(fill, f"{name}.down_proj", width, inner)))
     if moe.shared is not None:
         fill.swiglu(moe.shared, f"{prefix}.shared_experts")
 
@@ -147,7 +181,10 @@ def _leave_out(checkpoint: Checkpoint, config: TargetConfig) -> None:
 
 
 def open_target(
-    directory: Path, dtype: torch.dtype | None = None, device: torch.device | None = None
+    directory: Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    shards: Shards = WHOLE,
 ) -> tuple[TargetConfig, Filler]:
     """The config of a model directory and a filler over the tensors that the model uses, without a wrapper's prefix; no
     tensor is read yet. Raises ConfigError or CheckpointError naming what is wrong."""
@@ -160,7 +197,7 @@ def open_target(
     if last not in checkpoint:  # told before as many modules are built as config.json asks for
         raise CheckpointError(f"{directory} has no tensor {last}: the model needs it")
     wanted, place = dtype or getattr(torch, config.dtype), device or torch.device("cpu")
-    return config, Filler(checkpoint, wanted, place, config.group_size, config.fp8_block)
+    return config, Filler(checkpoint, wanted, place, config.group_size, config.fp8_block, shards)
 
 
 def load_target(
@@ -170,15 +207,19 @@ def load_target(
     device: torch.device | None = None,
     max_positions: int | None = None,
     progress: Progress | None = None,
+    shards: Shards = WHOLE,
 ) -> Target:
     """Load a DeepSeek-V3-architecture model. dtype: None keeps the checkpoint's; max_positions sizes the rotary table,
-    None takes the config's limit. Raises ConfigError or CheckpointError naming what is wrong."""
-    config, fill = open_target(directory, dtype, device)
+    None takes the config's limit; shards says which pieces this rank holds. Raises ConfigError, CheckpointError or
+    ShardError naming what is wrong."""
+    config, fill = open_target(directory, dtype, device, shards)
     checkpoint = fill.checkpoint
     report = progress or (lambda done, total: None)
     with torch.device("meta"):
-        target = Target(config)
-    fill.put(target, "embed_tokens", fill.take({"model.embed_tokens.weight": target.embed_tokens.shape}))
+        target = Target(config, shards)
+    fill.put(
+        target, "embed_tokens", fill.take({"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}, cut=0)
+    )
     for index, block in enumerate(target.layers):
         assert isinstance(block, Block)
         fill_block(fill, block, config, f"model.layers.{index}")
@@ -190,7 +231,7 @@ def load_target(
         fill.put(target.lm_head, "weight", target.embed_tokens.detach().clone())
         target.lm_head.pack()
     else:
-        fill.fill(target.lm_head, "lm_head.weight")
+        fill.fill(target.lm_head, "lm_head.weight", cut=True)
     check_filled(target, directory)
     checkpoint.finish()
     positions = max_positions or config.max_position_embeddings
