@@ -36,8 +36,8 @@ Draft = Callable[[PagedCache, Sequence[Root], DrafterOutput], list[tuple[int, ..
 
 @dataclass(frozen=True)
 class Agreement:
-    """How often a draft is the target's greedy choice, on any text: at hits[k] of counts[k] positions, the drafter having
-    been fed the text's tokens up to depth k, as in training, and its own states. Not conditional on lesser depths."""
+    """How often a draft is the target's greedy choice, on any text: at hits[k] of counts[k] positions. The drafter was
+    fed the text's tokens up to depth k, as in training, and its own states. Not conditional on lesser depths."""
 
     hits: tuple[int, ...]
     counts: tuple[int, ...]
