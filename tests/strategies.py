@@ -66,7 +66,7 @@ def target_configs(draw: st.DrawFn) -> dict[str, Any]:
         "kv_lora_rank": draw(st.sampled_from([16, 24, 32])),
         "qk_nope_head_dim": draw(st.sampled_from([8, 16, 24])),
         "qk_rope_head_dim": draw(st.sampled_from([2, 8, 16])),
-        "v_head_dim": draw(st.sampled_from([8, 12, 16])),
+        "v_head_dim": draw(st.sampled_from([8, 12, 16, 32])),  # GLM-4.7-Flash: wider than nope
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "num_hidden_layers": layers,

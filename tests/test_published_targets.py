@@ -10,13 +10,17 @@ from __future__ import annotations
 import json
 import logging
 import struct
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DeepseekV32ForCausalLM, Glm4MoeLiteForCausalLM
 
@@ -26,7 +30,7 @@ from minieagle.models.config import ConfigError
 from minieagle.models.int4 import Int4Linear
 from minieagle.models.target_weights import load_target
 from tests.oracles import Oracle, Tensors
-from tests.strategies import Run, an_expert, tokens
+from tests.strategies import Run, an_expert, target_configs, tokens
 
 CLOSE = 2e-4
 NUM_TOKENS = 12
@@ -230,20 +234,22 @@ def drawn(shape: tuple[int, ...], draw: torch.Generator) -> Tensor:
 # ---- the quantised forms, each with its own plain meaning
 
 
-def fp8_meaning(codes: Tensor, scale: Tensor) -> Tensor:
-    """The reference: every block of 128 x 128 times its scale, whatever is left of the last one."""
-    out = codes.float()
+def fp8_meaning(codes: Tensor, scale: Tensor, block: tuple[int, int] = (128, 128)) -> Tensor:
+    """The reference: every block times its scale, whatever is left of the last one."""
+    out, (rows, columns) = codes.float(), block
     for i in range(scale.shape[0]):
         for j in range(scale.shape[1]):
-            out[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)] *= scale[i, j]
+            out[rows * i : rows * (i + 1), columns * j : columns * (j + 1)] *= scale[i, j]
     return out
 
 
-def fp8(name: str, weight: Tensor, draw: torch.Generator) -> tuple[Tensors, Tensor]:
-    blocks = [-(-n // 128) for n in weight.shape]
+def fp8(
+    name: str, weight: Tensor, draw: torch.Generator, block: tuple[int, int] = (128, 128)
+) -> tuple[Tensors, Tensor]:
+    blocks = [-(-size // step) for size, step in zip(weight.shape, block, strict=True)]
     scale = (0.5 + torch.rand(blocks, generator=draw)) / 64
     codes = (weight.float() * 64).to(torch.float8_e4m3fn)
-    return {name: codes, f"{name}_scale_inv": scale}, fp8_meaning(codes, scale)
+    return {name: codes, f"{name}_scale_inv": scale}, fp8_meaning(codes, scale, block)
 
 
 def int4(name: str, weight: Tensor, draw: torch.Generator) -> tuple[Tensors, Tensor]:
@@ -452,6 +458,20 @@ def test_logits_equal_transformers_own_class(kind: str, model: Any, tmp_path: Pa
     path = written(PUBLISHED[kind](), tmp_path)
     wanted = model.from_pretrained(path, dtype=torch.float32).eval()(tokens(NUM_TOKENS, 0)[None]).logits[0]
     assert distance(logits(path), wanted) < CLOSE
+
+
+@settings(max_examples=15)
+@given(target_configs(), st.tuples(st.integers(1, 70), st.integers(1, 70)), st.booleans())
+def test_fp8_of_any_shape_is_its_plain_copy(changes: Json, block: tuple[int, int], nested: bool) -> None:
+    """Every branch of the architecture, in blocks that fit nothing, bare or wrapped: the same bits."""
+    text = V3 | changes
+    stored, meant = quantise(weights(text), partial(fp8, block=block), EVERYWHERE)
+    described = {"quantization_config": FP8["quantization_config"] | {"weight_block_size": list(block)}}
+    config = wrapped(text, "kimi_k25", "KimiK25ForConditionalGeneration", described) if nested else text | described
+    config |= {"tie_word_embeddings": text["tie_word_embeddings"]}
+    with tempfile.TemporaryDirectory() as place:
+        quantised = write(Path(place) / "fp8", config, prefixed(stored) if nested else stored)
+        assert torch.equal(logits(quantised), logits(write(Path(place) / "plain", text, meant)))
 
 
 @pytest.mark.parametrize("kind", ["Kimi-K2-Thinking", "Kimi-K2.5"])
