@@ -112,8 +112,8 @@ class Checkpoint:
 
 
 def tensor_in(memory: mmap.mmap, stored: Stored, offset: int) -> Tensor:
-    """A tensor over its bytes in memory, which begin at `offset`. Bytes that don't lie on a multiple of the item's size,
-    as some writers leave them, are copied: vector loads want them there."""
+    """A tensor over its bytes in memory, which begin at `offset`. Bytes that don't lie on a multiple of the item's
+    size, as some writers leave them, are copied: vector loads want them there."""
     if len(memory) < offset + stored.nbytes:
         raise CheckpointError(f"{stored.path} became shorter since its header was read: fetch it again")
     if not stored.nbytes:
