@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minieagle.models.drafter_config import DrafterConfig
 from minieagle.models.eagle3 import Drafter
-from minieagle.spec.doctor import Recording
+from minieagle.spec.doctor import Recording, Z
 
 POWER_STEPS = 30
 RANDOM_EDGE = 1.1
@@ -86,8 +86,8 @@ def check_vocabulary(drafter: Drafter, recording: Recording) -> Iterator[Finding
     said = torch.cat([text.best[first:] for text, first in zip(recording.texts, recording.first, strict=True)])
     share = float(torch.isin(said, ids).float().mean())
     sentence = f"{100 * share:.1f} % of the target's choices are in the draft vocabulary of {len(ids)}"
-    low = share < LOW_COVERAGE
-    yield Finding(low, sentence, "the vocabulary was counted on other text or d2t is wrong: export d2t again")
+    remedy = "the vocabulary was counted on other text, or d2t is wrong: export d2t again"
+    yield Finding(True, sentence, remedy) if share < LOW_COVERAGE else Finding(False, sentence)
 
 
 def check_config(config: DrafterConfig, raw: Mapping[str, object], max_positions: int) -> Iterator[Finding]:
@@ -111,11 +111,24 @@ def check_config(config: DrafterConfig, raw: Mapping[str, object], max_positions
     yield Finding(False, "position base 0 or 1 can't be told apart: rotary scores see differences of positions only")
 
 
+def check_fusion(drafter: Drafter, recording: Recording) -> Iterator[Finding]:
+    """Whether fc's columns know the states' channels, as far as that can be seen. For a drafter that agrees badly."""
+    num_channels = drafter.fc.dense_weight().shape[1]
+    correlation = fusion_correlation(drafter, recording)
+    if abs(correlation) < Z / math.sqrt(num_channels):
+        yield Finding(
+            True,
+            f"fc's columns don't go with the states' channels (rank correlation {correlation:+.2f}): the states are "
+            "rotated, as QuaRot and SpinQuant do, or are another target's",
+            "take the target's weights that the drafter was trained on, or multiply fc by the rotation, tap by tap",
+        )
+
+
 def fusion_correlation(drafter: Drafter, recording: Recording) -> float:
     """How the size of fc's columns goes with the size of the states' channels, as a rank correlation in -1..1.
 
     A stream has channels of very different size, and a layer trained on them has columns to match; after a rotation of
-    the stream (QuaRot, SpinQuant), or on another target, the two know nothing of each other.
+    the stream, or on another target, the two know nothing of each other.
     """
     weight = drafter.fc.dense_weight().float().unflatten(1, (len(drafter.config.boundaries), -1))
     columns = weight.square().mean(0).sqrt()

@@ -40,6 +40,10 @@ MIN_NATS = 0.01
 LEAST_LOG_PROB = -10.0
 """A choice given less is as wrong as can be; a few much lower ones would drown the mean in their error."""
 MAX_CHANGES = 3
+SCREEN_ROOTS = 100
+KEPT = 3
+"""Most of a grid is hopeless, which so many roots tell; those not surely worse than the best there, and in any case so
+many, are scored on the whole recording. It saves three quarters of the time."""
 
 
 class RecordingError(ValueError):
@@ -55,8 +59,8 @@ class Recording:
     texts: Sequence[Observed]
     first: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        assert len(self.texts) == len(self.first), "one first root a text"
+    def check(self) -> None:
+        """Raises RecordingError when there is too little to judge by."""
         if self.num_roots < MIN_ROOTS:
             raise RecordingError(
                 f"the text gives {self.num_roots} positions to draft from, {MIN_ROOTS} are needed to tell a fault from "
@@ -69,8 +73,20 @@ class Recording:
         return slice(first, max(first, len(self.texts[index].tokens) - NUM_STEPS - 1))
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest text."""
+        return max(len(text.tokens) for text in self.texts)
+
+    @property
     def num_roots(self) -> int:
         return sum(_length(self.roots(index)) for index in range(len(self.texts)))
+
+    def screen(self) -> Recording:
+        """The first texts, enough of them for SCREEN_ROOTS."""
+        count, num_roots = 0, 0
+        while num_roots < SCREEN_ROOTS:
+            num_roots, count = num_roots + _length(self.roots(count)), count + 1
+        return Recording(self.boundaries, self.texts[:count], self.first[:count])
 
     def blocks(self) -> Tensor:
         """[R] int64: which block each root belongs to."""
@@ -88,7 +104,7 @@ def _length(roots: slice) -> int:
 
 @dataclass(frozen=True)
 class Gain:
-    """The mean difference of two readings over the same roots, and its standard error. least: what nobody would mind."""
+    """The mean difference of two readings over the same roots and its standard error. least: what nobody would mind."""
 
     mean: float
     error: float
@@ -105,11 +121,12 @@ class Gain:
         return abs(self.mean) < self.least or abs(self.mean) < Z / 2 * self.error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Score:
     """hits [R, K] bool: the drafter's first choice is the target's; one outside the draft vocabulary is a miss.
     log_probs [R, K] float32: what the drafter gives the target's choice, at least LEAST_LOG_PROB, NaN outside the
-    draft vocabulary. blocks [R]."""
+    draft vocabulary. blocks [R]. Scores of a recording and of its first texts are compared over the roots that both
+    have."""
 
     hits: Tensor
     log_probs: Tensor
@@ -138,11 +155,14 @@ class Score:
 
     def gain_over(self, other: Score) -> Gain:
         """In tokens per step."""
-        return _gain(self.lengths - other.lengths, self.blocks, MIN_GAIN)
+        shared = min(len(self.hits), len(other.hits))
+        return _gain(self.lengths[:shared] - other.lengths[:shared], self.blocks[:shared], MIN_GAIN)
 
     def log_prob_over(self, other: Score) -> Gain:
         """In nats per token, where both have the target's choice in their vocabulary."""
-        return _gain((self.log_probs - other.log_probs).nanmean(1).nan_to_num(0.0), self.blocks, MIN_NATS)
+        shared = min(len(self.hits), len(other.hits))
+        differences = self.log_probs[:shared] - other.log_probs[:shared]
+        return _gain(differences.nanmean(1).nan_to_num(0.0), self.blocks[:shared], MIN_NATS)
 
 
 def _gain(differences: Tensor, blocks: Tensor, least: float) -> Gain:
@@ -155,13 +175,18 @@ def _gain(differences: Tensor, blocks: Tensor, least: float) -> Gain:
     return Gain(mean, spread / float(counts.sum()) * math.sqrt(num_blocks / max(1, num_blocks - 1)), least)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Result:
-    """One reading's score; changes: how it differs from the drafter as it is wired, none for that one itself."""
+    """One reading's score; changes: how it differs from the drafter as it is wired, none for that one itself; gain and
+    nats: over that one, in tokens per step and in log-probability; is_whole: scored on the whole recording, not on its
+    first texts."""
 
     changes: tuple[Change, ...]
     reading: Reading
     score: Score
+    gain: Gain = Gain(0.0, 0.0)
+    nats: Gain = Gain(0.0, 0.0)
+    is_whole: bool = True
 
     @property
     def name(self) -> str:
@@ -170,12 +195,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Cause:
-    """A likely cause and its remedy, a sentence each; gain: what mending it was measured to bring, None unmeasured."""
+    """A likely cause and its remedy, a sentence each; result: the reading that mends it, None where none does."""
 
     sentence: str
     remedy: str
     result: Result | None = None
-    gain: Gain | None = None
 
 
 @dataclass(frozen=True)
@@ -237,9 +261,6 @@ def _rank_share(captured: Tensor, where: dict[int, int], boundary: int, num_rank
     return before + (full - before) / num_ranks
 
 
-Scorer = Callable[[Reading], Score]
-
-
 @torch.inference_mode()
 def diagnose(
     drafter: Drafter,
@@ -249,47 +270,94 @@ def diagnose(
     setting: Setting,
     *,
     wired: Reading | None = None,
+    max_changes: int = MAX_CHANGES,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Diagnosis:
     """Score the grid around a drafter's wiring and judge it.
 
-    original: how `drafter` was loaded; wired: the reading under judgement where that is another one. progress: called
-    with the number of readings scored so far.
+    original: how `drafter` was loaded; wired: the reading under judgement where that is another one. max_changes: how
+    many faults at once are looked for. progress: called with the number of readings scored so far. Raises
+    RecordingError for too short a text.
     """
+    recording.check()
+    search = _Search(drafter, target, recording, original, setting, wired or original, progress)
+    best = search.base
+    for _ in range(max_changes):
+        search.try_around(best)
+        if search.likeliest() is best:
+            break
+        best = search.likeliest()
+    ranked = sorted(search.results, key=_rank, reverse=True)
+    return Diagnosis(search.base, tuple(ranked), _causes(search.base, best, ranked), _alike(best, ranked))
 
-    def scored(reading: Reading) -> Score:
-        return score(reread(drafter, target, original, reading), reading, recording)
 
-    base = Result((), wired or original, scored(wired or original))
-    results = _search(base, setting, scored, progress)
-    ranked = sorted(results, key=_rank, reverse=True)
-    best = _likeliest(base, ranked)
-    alike = tuple(r for r in ranked if r is not best and r is not base and _alike(r.score, best.score))
-    return Diagnosis(base, tuple(ranked), _causes(base, best, ranked), alike if best is not base else ())
+class _Search:
+    """Mutable: the readings scored so far, each once."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: Source,
+        recording: Recording,
+        original: Reading,
+        setting: Setting,
+        wired: Reading,
+        progress: Callable[[int], None],
+    ) -> None:
+        self.drafter, self.target, self.original, self.setting = drafter, target, original, setting
+        self.recording, self.progress = recording, progress
+        self.seen = {wired}
+        self.base = Result((), wired, score(reread(drafter, target, original, wired), wired, recording))
+        self.results = [self.base]
+
+    def try_around(self, result: Result) -> None:
+        """Score the grid around a reading: all of it on the first texts, what is not hopeless there on all."""
+        screen = self.recording.screen()
+        found: list[Result] = []
+        for change in grid(result.reading, self.setting):
+            if change.reading not in self.seen and _recorded(change.reading, self.setting):
+                self.seen.add(change.reading)
+                found += self._score((*result.changes, change), screen)
+                self.progress(len(self.results) + len(found))
+        found.sort(key=_rank, reverse=True)
+        best = max([*found[:1], result], key=_rank).score
+        for index, screened in enumerate(found):
+            hopeless = index >= KEPT and not _may_be_as_good(screened.score, best)
+            self.results += [screened] if hopeless else self._score(screened.changes, self.recording)
+
+    def _score(self, changes: tuple[Change, ...], recording: Recording) -> list[Result]:
+        """One result; none for a reading that these weights don't have."""
+        reading = changes[-1].reading
+        try:
+            variant = reread(self.drafter, self.target, self.original, reading)
+        except Unreadable:
+            return []
+        scored = score(variant, reading, recording)
+        is_whole = len(recording.texts) == len(self.recording.texts)
+        gains = scored.gain_over(self.base.score), scored.log_prob_over(self.base.score)
+        return [Result(changes, reading, scored, *gains, is_whole)]
+
+    def likeliest(self) -> Result:
+        """Of the readings that are surely better than the drafter as wired and than which none is surely better, by
+        tokens per step and then by log-probability: the one with the fewest changes, of equals the most probable. The
+        base when none is better."""
+        ranked = sorted(self.results, key=_rank, reverse=True)
+        better = [r for r in ranked if r.is_whole and _surely_better(r.score, self.base.score)]
+        if not better:
+            return self.base
+        near = [r for r in better if not better[0].score.gain_over(r.score).is_sure]
+        first = max(near, key=lambda r: r.score.log_prob)
+        equal = [r for r in near if not first.score.log_prob_over(r.score).is_sure]
+        return min(equal, key=lambda r: (len(r.changes), -r.score.log_prob))
 
 
 def _rank(result: Result) -> tuple[float, float]:
-    return result.score.tokens_per_step, result.score.log_prob
+    return result.gain.mean, result.nats.mean
 
 
-def _search(base: Result, setting: Setting, scored: Scorer, progress: Callable[[int], None]) -> list[Result]:
-    """The grid around the drafter as wired; while some change is a sure gain, the grid around that one too."""
-    results, seen, around = [base], {base.reading}, base
-    for _ in range(MAX_CHANGES):
-        for change in grid(around.reading, setting):
-            if change.reading in seen or not _recorded(change.reading, setting):
-                continue
-            seen.add(change.reading)
-            try:
-                results.append(Result((*around.changes, change), change.reading, scored(change.reading)))
-            except Unreadable:
-                continue  # no reading of these weights, hence no hypothesis
-            progress(len(results))
-        best = _likeliest(around, sorted(results, key=_rank, reverse=True))
-        if best is around:
-            break
-        around = best
-    return results
+def _may_be_as_good(one: Score, best: Score) -> bool:
+    gain = one.gain_over(best)
+    return gain.mean > -MIN_GAIN - Z * gain.error
 
 
 def _recorded(reading: Reading, setting: Setting) -> bool:
@@ -306,34 +374,30 @@ def _surely_better(new: Score, old: Score) -> bool:
     return gain.is_sure or (gain.mean > -MIN_GAIN and gain.mean > -gain.error and new.log_prob_over(old).is_sure)
 
 
-def _alike(one: Score, other: Score) -> bool:
+def _alike(best: Result, ranked: Sequence[Result]) -> tuple[Result, ...]:
+    """Other readings, no further from the wiring, that neither measure tells from the best one."""
+    rivals = [r for r in ranked if r.is_whole and r is not best and 0 < len(r.changes) <= len(best.changes)]
+    return tuple(r for r in rivals if _is_noise(best.score, r.score))
+
+
+def _is_noise(one: Score, other: Score) -> bool:
     return one.gain_over(other).is_noise and one.log_prob_over(other).is_noise
-
-
-def _likeliest(base: Result, ranked: Sequence[Result]) -> Result:
-    """The best reading that is surely better than the base; of those that tokens per step can't tell from it, the one
-    of highest log-probability, and of equals the one with the fewest changes. The base when none is."""
-    better = [r for r in ranked if r is not base and _surely_better(r.score, base.score)]
-    if not better:
-        return base
-    near = [r for r in better if better[0].score.gain_over(r.score).is_noise]
-    return max(near, key=lambda r: (round(r.score.log_prob, 2), -len(r.changes)))
 
 
 def _causes(base: Result, best: Result, ranked: Sequence[Result]) -> tuple[Cause, ...]:
     """The best reading's changes as one cause, then the next best ones; a drafter that no reading mends is untrained
     for this target."""
-    better = [r for r in ranked if r is not base and r is not best and _surely_better(r.score, base.score)]
-    found = [_cause(r, base) for r in (best, *better) if r is not base]
+    others = [r for r in ranked if r is not best and 0 < len(r.changes) <= len(best.changes)]
+    found = [_cause(r) for r in (best, *others) if r is not base and _surely_better(r.score, base.score)]
     if best.score.rates[0] < DEPTH_1_LOW:
         found.insert(1, _foreign(best))
     return tuple(found)
 
 
-def _cause(result: Result, base: Result) -> Cause:
+def _cause(result: Result) -> Cause:
     sentence = "; and ".join(change.cause for change in result.changes)
     remedy = "; and ".join(change.remedy for change in result.changes)
-    return Cause(sentence, remedy, result, result.score.gain_over(base.score))
+    return Cause(sentence, remedy, result)
 
 
 def _foreign(best: Result) -> Cause:
