@@ -29,12 +29,15 @@ from torch import Tensor, nn
 
 from minieagle.models.deepseek import Target
 from minieagle.models.drafter_config import DrafterConfig
-from minieagle.models.drafter_weights import drafter_tensors
+from minieagle.models.drafter_weights import drafter_tensors, load_drafter
 from minieagle.models.eagle3 import Drafter, DrafterLayer
 from minieagle.models.layers import Linear, RMSNorm
 from minieagle.models.mla import LatentAttention
 from minieagle.models.rope import RotaryTable
 from minieagle.models.rows import Rows, Span
+from minieagle.spec.golden import NUM_TOKENS, golden_vectors
+from minieagle.spec.wiring import FILE as WIRING
+from minieagle.spec.wiring import make_wiring, write_wiring
 
 TokenText = tuple[int, ...]
 
@@ -273,15 +276,23 @@ class Trainer:
     """Mutable: a drafter, its optimiser and how far it has come. `run` trains; a checkpoint in `directory` resumes."""
 
     def __init__(
-        self, target: Target, texts: Sequence[TokenText], drafter: DrafterConfig, config: TrainConfig, directory: Path
+        self,
+        target: Target,
+        texts: Sequence[TokenText],
+        drafter: DrafterConfig,
+        config: TrainConfig,
+        directory: Path,
+        *,
+        tokenizer: str | None = None,
     ) -> None:
+        """tokenizer: the fingerprint of the target's, for the drafter's wiring; None leaves it unsaid."""
         long_enough = [text for text in texts if len(text) > config.num_steps + 1]
         num_heldout = max(1, round(len(long_enough) * config.heldout))
         if len(long_enough) <= num_heldout:
             raise TrainingError(
                 f"{len(long_enough)} texts longer than {config.num_steps + 1} tokens are too few to train on"
             )
-        self.target, self.config, self.directory = target, config, directory
+        self.target, self.config, self.directory, self.tokenizer = target, config, directory, tokenizer
         self.heldout, self.texts = long_enough[:num_heldout], long_enough[num_heldout:]
         saved = self._saved(drafter)
         ids = saved.get("target_ids")
@@ -370,6 +381,14 @@ class Trainer:
         save_file(tensors, path.with_suffix(".new"), metadata=metadata)
         os.replace(path.with_suffix(".new"), path)
         save_drafter(self.drafter, self.directory)
+        self._state_wiring()
+
+    def _state_wiring(self) -> None:
+        """Write the contract of the drafter just saved, with golden vectors of the files as they load."""
+        saved = load_drafter(self.directory, self.target, dtype=self.target.dtype, max_positions=NUM_TOKENS)
+        golden, target = golden_vectors(self.target, saved), self.target.config
+        wiring = make_wiring(self.directory, saved.config, target, golden=golden, tokenizer=self.tokenizer)
+        write_wiring(self.directory, wiring)
 
     def _saved(self, drafter: DrafterConfig) -> dict[str, Tensor]:
         """The checkpoint in the directory, {} when there is none. Raises TrainingError when it is another drafter's."""
@@ -398,12 +417,13 @@ class Trainer:
 
 def save_drafter(drafter: Drafter, directory: Path) -> None:
     """Write the drafter in bf16 under the official EAGLE-3 names, with d2t as offsets, and a config that states its
-    boundaries."""
+    boundaries. A wiring.json of the weights before goes away first."""
     stored = {
         name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).detach().contiguous().cpu()
         for name, tensor in drafter_tensors(drafter).items()
     }
     directory.mkdir(parents=True, exist_ok=True)
+    (directory / WIRING).unlink(missing_ok=True)
     save_file(stored, directory / "model.safetensors.new", metadata={"format": "pt"})
     os.replace(directory / "model.safetensors.new", directory / "model.safetensors")
     config = replace(drafter.config, dtype="bfloat16").to_json()

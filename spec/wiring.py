@@ -27,7 +27,7 @@ from minieagle.models.eagle3 import Drafter
 from minieagle.models.headers import read_headers
 from minieagle.spec.boundary import BoundaryError, Capture, Convention, parse_capture
 from minieagle.spec.fingerprint import changes, target_fingerprint, weights_fingerprint
-from minieagle.spec.formats import OWN, Description, describe, recognise, refuse_strangers
+from minieagle.spec.formats import OWN, Description, Format, describe, recognise, refuse_strangers
 from minieagle.spec.golden import Golden
 
 FILE = "wiring.json"
@@ -75,7 +75,7 @@ def read_wiring(
     if (directory / FILE).exists():
         wiring = _stated(directory, target, convention, boundaries)
     else:
-        wiring = _derived(directory, target, convention, boundaries)
+        wiring = derive_wiring(directory, target, convention=convention, boundaries=boundaries)
     check_fits(wiring.config, target)
     for note in wiring.notes:
         _log.warning("%s: %s", directory, note)
@@ -204,9 +204,16 @@ def _parse(content: Mapping[str, Any], path: Path) -> Wiring:
         raise ConfigError(f"{path} is damaged ({type(error).__name__}: {error}): write it anew or remove it") from None
 
 
-def _derived(
-    directory: Path, target: TargetConfig, convention: Convention | None, boundaries: Sequence[int] | None
+def derive_wiring(
+    directory: Path,
+    target: TargetConfig,
+    *,
+    convention: Convention | None = None,
+    boundaries: Sequence[int] | None = None,
+    kind: Format | None = None,
 ) -> Wiring:
+    """What config.json and the tensors say, whatever wiring.json does. kind: whose meanings the fields have, None for
+    those of the format that the config is recognised as. Raises as read_wiring does."""
     raw = read_json(directory / "config.json")
     stored, _ = read_headers(directory)
     shapes = {name: tensor.shape for name, tensor in stored.items()}
@@ -214,7 +221,7 @@ def _derived(
     if not own:
         refuse_strangers(raw, shapes)
     read = drafter_shapes(shapes)
-    described = None if own else describe(raw, read, target, recognise(raw))
+    described = None if own else describe(raw, read, target, kind or recognise(raw))
     capture = parse_capture(
         raw,
         target.num_hidden_layers,

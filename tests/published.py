@@ -112,7 +112,8 @@ def tensors(
     shapes |= {"embed_tokens": (vocab, d)} if embeddings else {}
     shapes |= {f"fc_norm.{tap}": (d,) for tap in range(taps)} if fc_norm else {}
     shapes |= {"input_norm": (taps * d,)} if norm_before_fc else {}
-    shapes |= {f"{first}.self_attn.{p}_norm": (HEAD_DIM,) for p in "qk"} if qk_norm else {}
+    prefixes = [first, *[f"layers.{index}" for index in range(1, layers)]]
+    shapes |= {f"{prefix}.self_attn.{p}_norm": (HEAD_DIM,) for prefix in prefixes for p in "qk"} if qk_norm else {}
     made = _random(shapes, seed)
     if reduced:
         kept = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[:drafted].sort().values
