@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minieagle.dist.group import Group, GroupError
 
-ANNOUNCED = 1024
+ANNOUNCED = 4095
 """Integers that travel in one message; longer ones take a second."""
 
 CONNECT_TIMEOUT_S = 60
@@ -65,7 +65,7 @@ class Ranks:
         if self.size == 1:
             return x.unsqueeze(0)
         out = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=self._data)
+        dist.all_gather(list(out), x.contiguous(), group=self._data)
         return out
 
     def gather_to_lead(self, x: Tensor) -> Tensor | None:

@@ -6,8 +6,13 @@ never given out; its rows stay zero and stand in for masked keys. Page size chan
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:  # lockstep.py drives caches
+    from minieagle.models.lockstep import Lead
 
 
 class OutOfPages(RuntimeError):
@@ -61,6 +66,8 @@ class PagedCache:
         self, num_layers: int, num_slots: int, num_heads: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.data = torch.zeros(num_layers, num_slots, num_heads, width, dtype=dtype, device=device)
+        self.lead: Lead | None = None
+        """Rank 0 of several: tells the other ranks before rows move."""
 
     @property
     def nbytes(self) -> int:
@@ -77,4 +84,6 @@ class PagedCache:
     def keep(self, source: Tensor, target: Tensor) -> None:
         """Move rows from slots source [A] to slots target [A] in all layers. The gather is complete before the first
         write, so overlapping moves are safe; positions do not change, so nothing is rotated anew."""
+        if self.lead is not None:
+            self.lead.keep(self, source, target)
         self.data.index_copy_(1, target, self.data.index_select(1, source))

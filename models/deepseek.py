@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from minieagle.models.moe import MixtureOfExperts
 from minieagle.models.rope import RotaryTable
 from minieagle.models.rows import Rows
 from minieagle.models.shards import WHOLE, Shards
+
+if TYPE_CHECKING:  # lockstep.py drives targets
+    from minieagle.models.lockstep import Lead
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,14 @@ class Target(nn.Module):
     def __init__(self, config: TargetConfig, shards: Shards = WHOLE) -> None:
         super().__init__()
         self.config, self.shards = config, shards
-        vocabulary = shards.local(config.vocab_size, "vocab_size")
+        vocabulary = shards.local(config.vocab_size, "vocab_size", summed=False)
         self.embed_tokens = nn.Parameter(torch.empty(vocabulary, config.hidden_size))
         self.layers = nn.ModuleList(Block(config, index, shards) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, vocabulary)
         self.rotary: RotaryTable
+        self.lead: Lead | None = None
+        """Rank 0 of several: tells the other ranks before it runs."""
 
     @property
     def device(self) -> torch.device:
@@ -88,9 +94,11 @@ class Target(nn.Module):
 
     def new_cache(self, num_slots: int) -> PagedCache:
         """An empty latent cache of num_slots rows a layer, in the model's dtype and on its device."""
-        return PagedCache(
-            self.config.num_hidden_layers, num_slots, 1, self.config.latent_width, self.dtype, self.device
-        )
+        layers, width = self.config.num_hidden_layers, self.config.latent_width
+        cache = PagedCache(layers, num_slots, 1, width, self.dtype, self.device)
+        if self.lead is not None:
+            self.lead.cache(cache, of_drafter=False, num_slots=num_slots)
+        return cache
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.shards.lookup(token_ids, self.embed_tokens)
@@ -111,6 +119,8 @@ class Target(nn.Module):
         boundaries: which of 0..L to return, in the order given. logit_rows: [W] int64 rows whose logits are wanted,
         None for all of them.
         """
+        if self.lead is not None:
+            self.lead.target(rows, cache, boundaries, logit_rows)
         plan, slots = AttentionPlan.of(rows), rows.write_slots()
         cos, sin = self.rotary.at(rows.positions)
         h = self.embed(rows.token_ids)

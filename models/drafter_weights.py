@@ -31,6 +31,7 @@ from minieagle.models.eagle3 import Drafter, DrafterLayer, FirstLayer
 from minieagle.models.gqa import GroupedAttention
 from minieagle.models.mla import LatentAttention
 from minieagle.models.rope import RotaryTable
+from minieagle.models.shards import WHOLE
 from minieagle.models.target_weights import fill_latent_attention
 
 __all__ = ["DrafterShapes", "check_fits", "drafter_shapes", "drafter_tensors", "load_drafter"]
@@ -125,13 +126,14 @@ def load_drafter(
     check_fits(config, target.config)
     checkpoint = DrafterCheckpoint(directory)
     check_tensors(config, checkpoint)
-    fill = Filler(checkpoint, dtype or getattr(torch, config.dtype), target.device)
+    wanted = dtype or getattr(torch, config.dtype)
+    fill, cutter = (Filler(checkpoint, wanted, target.device, shards=s) for s in (WHOLE, target.shards))
     with torch.device("meta"):
-        drafter = Drafter(config)
-    _fill_drafter(fill, drafter)
+        drafter = Drafter(config, target.shards)
+    _fill_drafter(fill, cutter, drafter)
     drafter.borrow(target)
     if config.own_embeddings:
-        drafter.embed_tokens = fill.take({"embed_tokens.weight": (config.vocab_size, config.hidden_size)})
+        drafter.embed_tokens = cutter.take({"embed_tokens.weight": (config.vocab_size, config.hidden_size)}, cut=0)
     tables = [checkpoint.take(name) if name in checkpoint else None for name in _TABLES]
     sizes = {"draft_vocab_size": config.draft_vocab_size, "vocab_size": config.vocab_size}
     drafter.target_ids = target_ids(*tables, **sizes, kind=d2t).to(target.device)
@@ -151,16 +153,18 @@ def load_drafter(
 
 @dataclass(frozen=True)
 class _Place:
-    """A module whose weight is the named tensors, one below the other: `rows` of each."""
+    """A module whose weight is the named tensors, one below the other: `rows` of each. cut: each rank has its piece of
+    the rows of each."""
 
     module: nn.Module
     names: tuple[str, ...]
     rows: tuple[int, ...]
+    cut: bool = False
 
 
-def _place(module: nn.Module, *names: str, rows: tuple[int, ...] | None = None) -> _Place:
+def _place(module: nn.Module, *names: str, rows: tuple[int, ...] | None = None, cut: bool = False) -> _Place:
     height = module.get_parameter("weight").shape[0]
-    return _Place(module, names, rows or (height // len(names),) * len(names))
+    return _Place(module, names, rows or (height // len(names),) * len(names), cut)
 
 
 def _grouped_places(attention: GroupedAttention, prefix: str) -> Iterator[_Place]:
@@ -173,18 +177,17 @@ def _grouped_places(attention: GroupedAttention, prefix: str) -> Iterator[_Place
 
 
 def _layer_places(layer: DrafterLayer) -> Iterator[_Place]:
-    """All but its attention."""
+    """All but its attention and what is summed over ranks."""
     prefix = layer_prefix(layer.index)
     yield _place(layer.input_layernorm, f"{prefix}.input_layernorm.weight")
     if isinstance(layer, FirstLayer):
         yield _place(layer.hidden_norm, f"{prefix}.hidden_norm.weight")
     yield _place(layer.post_attention_layernorm, f"{prefix}.post_attention_layernorm.weight")
-    yield _place(layer.mlp.gate_up, f"{prefix}.mlp.gate_proj.weight", f"{prefix}.mlp.up_proj.weight")
-    yield _place(layer.mlp.down, f"{prefix}.mlp.down_proj.weight")
+    yield _place(layer.mlp.gate_up, f"{prefix}.mlp.gate_proj.weight", f"{prefix}.mlp.up_proj.weight", cut=True)
 
 
 def _places(drafter: Drafter) -> Iterator[_Place]:
-    """Where the official tensors lie, all but those of latent attention."""
+    """Where the official tensors lie, all but those of latent attention and of the products that are summed."""
     config = drafter.config
     if config.fc_norm:
         for tap, norm in enumerate(drafter.fc_norms):
@@ -198,15 +201,23 @@ def _places(drafter: Drafter) -> Iterator[_Place]:
             yield from _grouped_places(layer.attention, f"{layer_prefix(layer.index)}.self_attn")
     yield _place(drafter.norm, "norm.weight")
     if config.own_head:
-        yield _place(drafter.lm_head, "lm_head.weight")
+        yield _place(drafter.lm_head, "lm_head.weight", cut=True)
 
 
-def _fill_drafter(fill: Filler, drafter: Drafter) -> None:
+def _fill_drafter(fill: Filler, cutter: Filler, drafter: Drafter) -> None:
+    """fill takes whole tensors, cutter this rank's pieces."""
     for place in _places(drafter):
-        fill.fill(place.module, *place.names, rows=place.rows)
+        pieces = drafter.shards.ranks.size if place.cut else 1
+        rows = [height * pieces for height in place.rows]
+        (cutter if place.cut else fill).fill(place.module, *place.names, rows=rows, cut=place.cut)
     for layer in drafter.all_layers():
+        cutter.fill_summed(layer.mlp.down, _down_name(layer))
         if isinstance(layer.attention, LatentAttention):
             fill_latent_attention(fill, layer.attention, f"{layer_prefix(layer.index)}.self_attn")
+
+
+def _down_name(layer: DrafterLayer) -> str:
+    return f"{layer_prefix(layer.index)}.mlp.down_proj.weight"
 
 
 def _latent_tensors(attention: LatentAttention, prefix: str) -> dict[str, Tensor]:
@@ -223,12 +234,13 @@ def _latent_tensors(attention: LatentAttention, prefix: str) -> dict[str, Tensor
 
 def drafter_tensors(drafter: Drafter) -> dict[str, Tensor]:
     """The drafter's tensors under the official names, with d2t as offsets and t2d: what load_drafter reads. Views where
-    that is possible; not for packed weights."""
+    that is possible; not for packed weights, nor for one rank's pieces."""
     tensors: dict[str, Tensor] = {}
     for place in _places(drafter):
         parts = place.module.get_parameter("weight").detach().split(place.rows)
         tensors |= dict(zip(place.names, parts, strict=True))
     for layer in drafter.all_layers():
+        tensors[_down_name(layer)] = layer.mlp.down.get_parameter("weight")
         if isinstance(layer.attention, LatentAttention):
             tensors |= _latent_tensors(layer.attention, f"{layer_prefix(layer.index)}.self_attn")
     if drafter.config.own_embeddings:

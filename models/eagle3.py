@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minieagle.models.attention import AttentionPlan
@@ -27,6 +26,10 @@ from minieagle.models.layers import Linear, RMSNorm, SwiGLU
 from minieagle.models.mla import LatentAttention
 from minieagle.models.rope import ROTATIONS, RotaryTable
 from minieagle.models.rows import Rows
+from minieagle.models.shards import WHOLE, Shards
+
+if TYPE_CHECKING:  # lockstep.py drives drafters
+    from minieagle.models.lockstep import Lead
 
 
 @dataclass(frozen=True)
@@ -64,25 +67,26 @@ def _attention(config: DrafterConfig, input_width: int) -> GroupedAttention | La
 class DrafterLayer(nn.Module):
     """What both kinds of layer are made of: h += attention(what it reads); h += mlp(norm(h))."""
 
-    def __init__(self, config: DrafterConfig, index: int, input_width: int) -> None:
+    def __init__(self, config: DrafterConfig, index: int, input_width: int, shards: Shards) -> None:
         super().__init__()
-        self.index = index
+        self.index, self.sum = index, shards.sum
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = _attention(config, input_width)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        width = shards.local(config.intermediate_size, "the drafter's intermediate_size")
+        self.mlp = SwiGLU(config.hidden_size, width, shards.num_local)
 
     def add(self, h: Tensor, read: Tensor, attention: Attention) -> Tensor:
         """Residual h [T, D] and what attention reads [T, input_width] -> [T, D]."""
         h = h + attention(self, read)
-        return h + self.mlp(self.post_attention_layernorm(h))
+        return h + self.sum(self.mlp(self.post_attention_layernorm(h)))
 
 
 class FirstLayer(DrafterLayer):
     """The layer that every drafter has, with a doubled input."""
 
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__(config, 0, 2 * config.hidden_size)
+    def __init__(self, config: DrafterConfig, shards: Shards) -> None:
+        super().__init__(config, 0, 2 * config.hidden_size, shards)
         self.norm_before_residual = config.norm_before_residual
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -98,8 +102,8 @@ class FirstLayer(DrafterLayer):
 class LaterLayer(DrafterLayer):
     """A plain layer."""
 
-    def __init__(self, config: DrafterConfig, index: int) -> None:
-        super().__init__(config, index, config.hidden_size)
+    def __init__(self, config: DrafterConfig, index: int, shards: Shards) -> None:
+        super().__init__(config, index, config.hidden_size, shards)
 
     def forward(self, h: Tensor, attention: Attention) -> Tensor:
         """h: [T, D] -> [T, D]."""
@@ -113,22 +117,28 @@ Attention = Callable[[DrafterLayer, Tensor], Tensor]
 
 
 class Drafter(nn.Module):
-    """Weights are filled by drafter_weights.py or by training; `borrow` lends it the target's."""
+    """Weights are filled by drafter_weights.py or by training; `borrow` lends it the target's.
 
-    def __init__(self, config: DrafterConfig) -> None:
+    Over several ranks the feed-forward and the vocabulary are cut, nine tenths of a large drafter's bytes; attention
+    and fusion are whole on every rank, which saves two collectives a step and leaves key heads uncut."""
+
+    def __init__(self, config: DrafterConfig, shards: Shards = WHOLE) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.shards = config, shards
         taps, target_width = len(config.boundaries), config.target_hidden_size
         if config.fc_norm:
             self.fc_norms = nn.ModuleList(RMSNorm(target_width, config.rms_norm_eps) for _ in range(taps))
         if config.norm_before_fc:
             self.input_norm = RMSNorm(taps * target_width, config.rms_norm_eps)
         self.fc = Linear(taps * target_width, config.hidden_size)
-        self.midlayer = FirstLayer(config)
-        self.layers = nn.ModuleList(LaterLayer(config, index) for index in range(1, config.num_hidden_layers))
+        self.midlayer = FirstLayer(config, shards)
+        self.layers = nn.ModuleList(LaterLayer(config, index, shards) for index in range(1, config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.own_head:
-            self.lm_head = Linear(config.hidden_size, config.draft_vocab_size)
+            rows = shards.local(config.draft_vocab_size, "draft_vocab_size", summed=False)
+            self.lm_head = Linear(config.hidden_size, rows)
+        self.lead: Lead | None = None
+        """Rank 0 of several: tells the other ranks before it runs."""
         self.embed_tokens: Tensor
         self.rotary: RotaryTable
         self._target_head: Callable[[Tensor], Tensor]
@@ -154,7 +164,10 @@ class Drafter(nn.Module):
         pool."""
         like = self.norm.weight
         num_heads, width = self.config.cache_row
-        return PagedCache(self.config.num_hidden_layers, num_slots, num_heads, width, like.dtype, like.device)
+        cache = PagedCache(self.config.num_hidden_layers, num_slots, num_heads, width, like.dtype, like.device)
+        if self.lead is not None:
+            self.lead.cache(cache, of_drafter=True, num_slots=num_slots)
+        return cache
 
     def fuse(self, captured: Tensor) -> Tensor:
         """Captured boundaries [T, taps, target hidden], each before any norm -> states [T, D]."""
@@ -167,7 +180,7 @@ class Drafter(nn.Module):
         return self.fc(self.input_norm(wide) if self.config.norm_before_fc else wide)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.embed_tokens).to(self.norm.weight.dtype)
+        return self.shards.lookup(token_ids, self.embed_tokens).to(self.norm.weight.dtype)
 
     def decode(self, token_ids: Tensor, states: Tensor, attention: Attention) -> Tensor:
         """Rows of tokens [T] and states [T, D] through all layers -> [T, D], before the final norm."""
@@ -183,8 +196,11 @@ class Drafter(nn.Module):
             yield cast(DrafterLayer, layer)
 
     def head(self, h: Tensor) -> Tensor:
-        """Logits [T, W] of normed states [T, D], by the drafter's own head or the target's."""
-        return self.lm_head(h) if self.config.own_head else self._target_head(h)
+        """Logits [T, W] of normed states [T, D], by the drafter's own head or the target's; a rank that doesn't lead
+        has its own columns only."""
+        piece = self.lm_head(h) if self.config.own_head else self._target_head(h)
+        whole = self.shards.join_columns(piece)
+        return piece if whole is None else whole
 
     def finish(self, h: Tensor, logit_rows: Tensor | None = None) -> DrafterOutput:
         """Layers' output [T, D] -> logits at the wanted rows, and the states for the next draft step."""
@@ -198,6 +214,8 @@ class Drafter(nn.Module):
         self, rows: Rows, states: Tensor, cache: PagedCache, *, logit_rows: Tensor | None = None
     ) -> DrafterOutput:
         """Run rows (row t: token t + 1, position t) with states [T, D]; writes keys and values into the cache."""
+        if self.lead is not None:
+            self.lead.drafter(rows, states, cache, logit_rows)
         plan, slots = AttentionPlan.of(rows), rows.write_slots()
         cos, sin = self.rotary.at(rows.positions)
 

@@ -82,7 +82,7 @@ class SlicedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         slices = x.chunk(len(self.parts), dim=-1)
-        return torch.cat([part(piece) for part, piece in zip(self.parts, slices, strict=True)], dim=-1)
+        return torch.cat([part(piece.contiguous()) for part, piece in zip(self.parts, slices, strict=True)], dim=-1)
 
     __call__ = forward
 

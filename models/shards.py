@@ -43,13 +43,15 @@ class Shards:
         """Slices of a sum that one rank computes."""
         return self.slices // self.ranks.size
 
-    def local(self, count: int, what: str, unit: int = 1) -> int:
-        """A rank's share of `count`, in which every slice is a multiple of `unit`. Raises ShardError otherwise."""
-        if count % (self.slices * unit):
+    def local(self, count: int, what: str, *, summed: bool = True, unit: int = 1) -> int:
+        """A rank's share of `count`: equal multiples of `unit` for every slice of what is summed, for every rank of
+        what is joined. Raises ShardError otherwise."""
+        pieces = self.slices if summed else self.ranks.size
+        if count % (pieces * unit):
             works = [n for n in (1, 2, 4, 8) if count % (n * unit) == 0]
             raise ShardError(
-                f"{what}={count} can't be cut into {self.slices} slices of multiples of {unit}: sizes that work are "
-                f"{works}"
+                f"{what}={count} can't be cut into {pieces} pieces of multiples of {unit}: numbers of pieces that work "
+                f"are {works}"
             )
         return count // self.ranks.size
 
