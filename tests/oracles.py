@@ -2,16 +2,14 @@
 
 The target's oracle is transformers' DeepSeek-V3: tiny random models saved by its own `save_pretrained`, hence under the
 published names. Norms and router biases are drawn anew, since they start at 1 and 0 and would hide a missing one. The
-drafter's oracle restates the published EAGLE-3 formulas in float64, one plain product at a time. The INT4 oracle
-unpacks nibbles with Python integers.
+INT4 oracle unpacks nibbles with Python integers. The drafter's oracle is in drafter_oracle.py.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,129 +156,3 @@ def save_dequantised(source: Path, target: Path) -> Path:
     (target / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
     save_file(plain, target / "model.safetensors", metadata={"format": "pt"})
     return target
-
-
-# ---- the drafter
-
-
-def drafter_tensors(config: dict[str, Any], seed: int = 0) -> Tensors:
-    """Random tensors of an EAGLE-3 checkpoint under the official names, norms away from 1, d2t as offsets."""
-    width, heads = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
-    kv, inner = config["num_key_value_heads"] * config["head_dim"], config["intermediate_size"]
-    taps, target_width = len(config["boundaries"]), config["target_hidden_size"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (width, taps * target_width),
-        "midlayer.input_layernorm.weight": (width,),
-        "midlayer.hidden_norm.weight": (width,),
-        "midlayer.post_attention_layernorm.weight": (width,),
-        "midlayer.self_attn.q_proj.weight": (heads, 2 * width),
-        "midlayer.self_attn.k_proj.weight": (kv, 2 * width),
-        "midlayer.self_attn.v_proj.weight": (kv, 2 * width),
-        "midlayer.self_attn.o_proj.weight": (width, heads),
-        "midlayer.mlp.gate_proj.weight": (inner, width),
-        "midlayer.mlp.up_proj.weight": (inner, width),
-        "midlayer.mlp.down_proj.weight": (width, inner),
-        "norm.weight": (width,),
-        "lm_head.weight": (config["draft_vocab_size"], width),
-    }
-    if config["own_embeddings"]:
-        shapes["embed_tokens.weight"] = (config["vocab_size"], width)
-    if config["fc_norm"]:
-        shapes |= {f"fc_norm.{i}.weight": (target_width,) for i in range(taps)}
-    if config["norm_before_fc"]:
-        shapes["input_norm.weight"] = (taps * target_width,)
-    draw = torch.Generator().manual_seed(seed)
-    tensors = {name: _random(shape, draw) for name, shape in shapes.items()}
-    kept = torch.randperm(config["vocab_size"], generator=draw)[: config["draft_vocab_size"]].sort().values
-    tensors["d2t"] = kept - torch.arange(kept.shape[0])
-    tensors["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool).index_fill_(0, kept, True)
-    return tensors
-
-
-def _random(shape: tuple[int, ...], draw: torch.Generator) -> Tensor:
-    if len(shape) == 1:
-        return 0.5 + torch.rand(shape, generator=draw)
-    return torch.randn(shape, generator=draw) * 1.5 * shape[1] ** -0.5
-
-
-def save_drafter_files(directory: Path, config: dict[str, Any], tensors: Tensors) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
-
-
-class PlainDrafter:
-    """The published one-layer drafter in float64 with a growing list of rows and no cache, batch or fused weight.
-
-    Row t: e = input_layernorm(embed(token)), g = hidden_norm(h), x = [e ; g]; r = (h or g) + attention(x);
-    y = r + mlp(post_attention_layernorm(r)); logits = lm_head(norm(y)); the next step's h is y, or norm(y).
-    """
-
-    def __init__(self, config: dict[str, Any], tensors: Tensors, target_embeddings: Tensor) -> None:
-        self.config = config
-        self.weights = {name: tensor.double() for name, tensor in tensors.items() if tensor.is_floating_point()}
-        self.weights.setdefault("embed_tokens.weight", target_embeddings.double())
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        return x / (x.pow(2).mean() + self.config["rms_norm_eps"]).sqrt() * self.weights[f"{name}.weight"]
-
-    def _times(self, x: Tensor, name: str) -> Tensor:
-        return self.weights[f"{name}.weight"] @ x
-
-    def _heads(self, x: Tensor, name: str, position: int | None) -> Tensor:
-        heads = self._times(x, f"midlayer.self_attn.{name}_proj").view(-1, self.config["head_dim"])
-        return heads if position is None else self._rotated(heads, position)
-
-    def _rotated(self, heads: Tensor, position: int) -> Tensor:
-        half = self.config["head_dim"] // 2
-        out = heads.clone()
-        for i in range(half):
-            angle = position * self.config["rope_theta"] ** (-i / half)
-            out[:, i] = heads[:, i] * math.cos(angle) - heads[:, i + half] * math.sin(angle)
-            out[:, i + half] = heads[:, i] * math.sin(angle) + heads[:, i + half] * math.cos(angle)
-        return out
-
-    def _attention(self, x: Tensor, position: int) -> Tensor:
-        q = self._heads(x, "q", position)
-        self.keys.append(self._heads(x, "k", position))
-        self.values.append(self._heads(x, "v", None))
-        keys, values = torch.stack(self.keys, dim=1), torch.stack(self.values, dim=1)  # [kv heads, rows, head_dim]
-        shared = q.shape[0] // keys.shape[0]
-        heads = []
-        for h in range(q.shape[0]):
-            weights = (keys[h // shared] @ q[h] / math.sqrt(q.shape[1])).softmax(0)
-            heads.append(weights @ values[h // shared])
-        return self._times(torch.cat(heads), "midlayer.self_attn.o_proj")
-
-    def fuse(self, captured: Tensor) -> Tensor:
-        """One row's boundaries [taps, target width] -> its state [hidden]."""
-        chunks = list(captured.double())
-        if self.config["fc_norm"]:
-            chunks = [self._norm(chunk, f"fc_norm.{i}") for i, chunk in enumerate(chunks)]
-        wide = torch.cat(chunks)
-        return self._times(self._norm(wide, "input_norm") if self.config["norm_before_fc"] else wide, "fc")
-
-    def step(self, token: int, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """One row: its logits [draft vocab] and the state that it hands to the next draft step."""
-        e = self._norm(self.weights["embed_tokens.weight"][token], "midlayer.input_layernorm")
-        g = self._norm(state, "midlayer.hidden_norm")
-        residual = g if self.config["norm_before_residual"] else state
-        r = residual + self._attention(torch.cat((e, g)), position)
-        x = self._norm(r, "midlayer.post_attention_layernorm")
-        gate = self._times(x, "midlayer.mlp.gate_proj")
-        y = r + self._times(gate * gate.sigmoid() * self._times(x, "midlayer.mlp.up_proj"), "midlayer.mlp.down_proj")
-        normed = self._norm(y, "norm")
-        return self._times(normed, "lm_head"), normed if self.config["norm_output"] else y
-
-    def run(self, tokens: Iterable[int], captured: Tensor) -> Tensor:
-        """Logits [len(tokens), draft vocab]: rows that the target has run take its captured boundaries, later ones (the
-        draft steps) the state of the row before."""
-        logits, state = list[Tensor](), captured.new_zeros(0)
-        for position, token in enumerate(tokens):
-            known = position < len(captured)
-            row, state = self.step(token, self.fuse(captured[position]) if known else state, position)
-            logits.append(row)
-        return torch.stack(logits)

@@ -1,13 +1,12 @@
-"""The drafter against the published formulas restated in float64, for every combination of flags and three draft steps;
-each wrong flag shows; its rows keep their bits; a wrong offset table does not load."""
+"""The drafter against the published formulas restated in float64, for every kind of wiring and three draft steps; each
+wrong flag shows; its rows keep their bits; training computes what serving does; its config says what it means."""
 
+import json
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +14,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minieagle.models.checkpoint import CheckpointError
+from minieagle.engine import Engine, EngineConfig, Request
 from minieagle.models.config import ConfigError
+from minieagle.models.drafter_config import DrafterConfig, drafter_config
 from minieagle.models.drafter_weights import load_drafter
 from minieagle.models.eagle3 import Drafter, DrafterOutput
 from minieagle.models.rows import Rows, Span
-from minieagle.spec.train import save_drafter
-from tests.oracles import PlainDrafter, Tensors, drafter_tensors, save_drafter_files
+from minieagle.spec.train import TrainingError, new_drafter, rollout, save_drafter
+from minieagle.spec.tree import parse_shape
+from tests import embedded
+from tests.drafter_oracle import (
+    BASE,
+    LATENT,
+    WIRINGS,
+    YARN,
+    Config,
+    PlainDrafter,
+    Shared,
+    Tensors,
+    drafter_tensors,
+    save_drafter_files,
+)
 from tests.strategies import (
     SEEDS,
     ancestors,
@@ -37,28 +50,7 @@ from tests.strategies import (
 
 CLOSE = 2e-4
 NUM_TOKENS, NUM_STEPS = 9, 3
-Config = dict[str, Any]
 
-BASE: Config = {
-    "hidden_size": 64,
-    "target_hidden_size": 64,
-    "intermediate_size": 40,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 96,
-    "draft_vocab_size": 40,
-    "boundaries": [3, 0, 2],
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-3,
-    "rope_theta": 10000.0,
-    "norm_before_residual": False,
-    "norm_before_fc": False,
-    "fc_norm": False,
-    "norm_output": False,
-    "own_embeddings": False,
-    "dtype": "float32",
-}
 FLAGS: list[Config] = [
     {"norm_before_residual": residual, "norm_output": output, "fc_norm": norm == "fc_norm"}
     | {"norm_before_fc": norm == "norm_before_fc", "own_embeddings": own}
@@ -66,14 +58,7 @@ FLAGS: list[Config] = [
         [False, True], [False, True], ["none", "fc_norm", "norm_before_fc"], [False, True]
     )
 ]
-SHAPES = st.sampled_from(
-    [
-        {},
-        {"num_key_value_heads": 4, "boundaries": [1], "draft_vocab_size": 96},
-        {"num_key_value_heads": 1, "head_dim": 24, "boundaries": [0, 1, 2, 3]},
-        {"hidden_size": 48, "own_embeddings": True},
-    ]
-)
+SHAPES = st.sampled_from([*WIRINGS.values()])
 
 
 def load(config: Config, tensors: Tensors) -> Drafter:
@@ -82,8 +67,9 @@ def load(config: Config, tensors: Tensors) -> Drafter:
 
 
 @cache
-def base_drafter() -> Drafter:
-    return load(BASE, drafter_tensors(BASE))
+def drafter_of(wiring: str) -> Drafter:
+    config = BASE | WIRINGS[wiring]
+    return load(config, drafter_tensors(config))
 
 
 def random_states(config: Config, num: int, seed: int) -> Tensor:
@@ -117,7 +103,7 @@ def draft(drafter: Drafter, token_ids: Tensor, captured: Tensor, sizes: list[int
 
 
 def restated(config: Config, tensors: Tensors, token_ids: Tensor, captured: Tensor) -> Tensor:
-    return PlainDrafter(config, tensors, tiny_target().embed_tokens).run(token_ids.tolist(), captured).float()
+    return PlainDrafter(config, tensors, Shared.of(tiny_target())).run(token_ids.tolist(), captured).float()
 
 
 # ---- against the formulas
@@ -138,13 +124,24 @@ def case(changes: Config, seed: int) -> Case:
     return Case(config, drafter_tensors(config, seed), token_ids, random_states(config, NUM_TOKENS, seed))
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(name for name in flags if flags[name]) or "none")
-@settings(max_examples=3)
-@given(SHAPES, SEEDS, splits(NUM_TOKENS))
-def test_logits_equal_the_formulas(flags: Config, shape: Config, seed: int, sizes: list[int]) -> None:
-    c = case(flags | shape, seed)
+def check_against_the_formulas(changes: Config, seed: int, sizes: list[int]) -> None:
+    c = case(changes, seed)
     got = draft(load(c.config, c.tensors), c.token_ids, c.captured, sizes)
     torch.testing.assert_close(got, restated(c.config, c.tensors, c.token_ids, c.captured), atol=CLOSE, rtol=0)
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(name for name in flags if flags[name]) or "none")
+@settings(max_examples=2)
+@given(SHAPES, SEEDS, splits(NUM_TOKENS))
+def test_logits_equal_the_formulas_under_all_flags(flags: Config, shape: Config, seed: int, sizes: list[int]) -> None:
+    check_against_the_formulas(flags | shape, seed, sizes)
+
+
+@pytest.mark.parametrize("wiring", WIRINGS)
+@settings(max_examples=2)
+@given(st.sampled_from(FLAGS), SEEDS, splits(NUM_TOKENS))
+def test_logits_equal_the_formulas_in_every_wiring(wiring: str, flags: Config, seed: int, sizes: list[int]) -> None:
+    check_against_the_formulas(flags | WIRINGS[wiring], seed, sizes)
 
 
 def agrees(c: Case, wrong: Config) -> bool:
@@ -168,9 +165,26 @@ def test_leaving_out_a_fusion_norm_changes_the_logits(name: str) -> None:
     assert agrees(c, {}) and not agrees(c, {name: False})
 
 
-@pytest.mark.parametrize("wrong", [{"rms_norm_eps": 1e-6}, {"rope_theta": 500.0}])
-def test_wrong_constants_change_the_logits(wrong: Config) -> None:
-    assert not agrees(case({}, 0), wrong)
+WRONG: list[tuple[Config, Config]] = [
+    ({}, {"rms_norm_eps": 1e-6}),
+    ({}, {"rope_theta": 500.0}),
+    ({}, {"rope_style": "interleaved"}),
+    ({}, {"yarn": YARN}),
+    ({}, {"norm_before_head": False}),
+    ({}, {"last_state": "post-norm"}),
+    ({"qk_norm": True}, {"qk_norm": False}),
+    ({"num_hidden_layers": 3}, {"num_hidden_layers": 2}),
+    ({"yarn": YARN}, {"yarn": YARN | {"mscale": 1.0}}),
+    ({"yarn": YARN}, {"yarn": YARN | {"beta_fast": 1.0}}),
+    ({"latent": LATENT}, {"rope_style": "interleaved"}),
+    ({"latent": LATENT, "yarn": YARN | {"mscale": 1.0}}, {"yarn": YARN | {"mscale": 0.0, "mscale_all_dim": 0.0}}),
+]
+
+
+@pytest.mark.parametrize(("right", "wrong"), WRONG)
+def test_every_wrong_constant_changes_the_logits(right: Config, wrong: Config) -> None:
+    c = case(right, 0)
+    assert agrees(c, {}) and not agrees(c, wrong)
 
 
 def test_swapped_boundaries_change_the_logits() -> None:
@@ -194,134 +208,146 @@ def test_wrong_feedback_leaves_the_first_step_right() -> None:
 # ---- rows
 
 
+@pytest.mark.parametrize("wiring", ["plain", "latent, two layers, yarn", "three layers", "target's head"])
+@settings(max_examples=8)
 @given(near_blocks(), parents(10), SEEDS)
-def test_tree_rows_have_the_bits_of_their_chain(committed: int, tree: list[int], seed: int) -> None:
-    token_ids = tokens(committed + len(tree), seed, 96)
-    states = base_drafter().fuse(random_states(BASE, len(token_ids), seed))
-    run = Drafting(base_drafter(), len(token_ids), seed)
+def test_tree_rows_have_the_bits_of_their_chain(wiring: str, committed: int, tree: list[int], seed: int) -> None:
+    drafter, token_ids = drafter_of(wiring), tokens(committed + len(tree), seed, 96)
+    states = drafter.fuse(random_states(BASE, len(token_ids), seed))
+    run = Drafting(drafter, len(token_ids), seed)
     run.forward(token_ids[:committed], states[:committed])
     got = run.forward(token_ids[committed:], states[committed:], tree)
     for leaf in leaves(tree):
         nodes = committed + torch.tensor(path(tree, leaf))
         rows = torch.cat((torch.arange(committed), nodes))
-        wanted = Drafting(base_drafter(), len(rows)).forward(token_ids[rows], states[rows])
+        wanted = Drafting(drafter, len(rows)).forward(token_ids[rows], states[rows])
         assert torch.equal(got.logits[nodes - committed], wanted.logits[committed:])
         assert torch.equal(got.states[nodes - committed], wanted.states[committed:])
 
 
 @given(st.lists(st.integers(0, NUM_TOKENS - 1), min_size=1, max_size=5))
 def test_logits_only_at_the_wanted_rows(wanted: list[int]) -> None:
-    drafter, slots = base_drafter(), shuffled_slots(NUM_TOKENS, 4, 0)
+    drafter, slots = drafter_of("plain"), shuffled_slots(NUM_TOKENS, 4, 0)
     rows, states = Rows.of(tokens(NUM_TOKENS, 0, 96), [Span(slots, 0, NUM_TOKENS)]), torch.randn(NUM_TOKENS, 64)
     some = drafter(rows, states, drafter.new_cache(40), logit_rows=torch.tensor(wanted))
     every = drafter(rows, states, drafter.new_cache(40))
     assert torch.equal(some.logits, every.logits[wanted]) and torch.equal(some.states, every.states)
 
 
-# ---- loading
+# ---- training
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_embeddings_are_its_own_or_the_targets(own: bool) -> None:
-    c = case({"own_embeddings": own}, 0)
-    embedded = load(c.config, c.tensors).embed_tokens
-    assert torch.equal(embedded, c.tensors["embed_tokens.weight"] if own else tiny_target().embed_tokens)
+@pytest.mark.parametrize("wiring", WIRINGS)
+def test_training_computes_what_serving_does(wiring: str) -> None:
+    """Train/serve parity, which is where acceptance is lost without anyone noticing."""
+    drafter = drafter_of(wiring)
+    token_ids = tokens(NUM_TOKENS + NUM_STEPS, 1, 96)
+    states = drafter.fuse(random_states(drafter.config.to_json(), len(token_ids) + 1, 1))
+    text = torch.cat((torch.tensor([0]), token_ids))
+    steps = list(rollout(drafter, text[None], states, NUM_STEPS + 1))
+    run = Drafting(drafter, len(token_ids))
+    out = run.forward(token_ids[:NUM_TOKENS], states[:NUM_TOKENS])
+    for step, logits in enumerate(steps):
+        torch.testing.assert_close(logits[0, NUM_TOKENS - 1], out.logits[-1], atol=CLOSE, rtol=0)
+        if step < NUM_STEPS:
+            out = run.forward(token_ids[None, NUM_TOKENS + step], out.states[-1:])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("flags", [{}, {"fc_norm": True}, {"norm_before_fc": True, "norm_output": True}])
-def test_what_training_saves_is_what_it_had(flags: Config, dtype: str, tmp_path: Path) -> None:
-    c = case(flags, 0)
-    tensors = {n: t.bfloat16().to(getattr(torch, dtype)) if t.is_floating_point() else t for n, t in c.tensors.items()}
-    first = load(c.config | {"dtype": "float32"}, tensors)
-    save_drafter(first, tmp_path)
-    again = load_drafter(tmp_path, tiny_target(), dtype=torch.float32)
-    logits = [draft(drafter, c.token_ids, c.captured, [NUM_TOKENS]) for drafter in (first, again)]
-    assert torch.equal(*logits) and torch.equal(first.target_ids, again.target_ids)
+TRAINED = [name for name in WIRINGS if name not in ("another width", "target's head")]
 
 
-Change = Callable[[Tensors], None]
+@pytest.mark.parametrize("wiring", TRAINED)
+def test_every_weight_learns_and_is_saved_whole(wiring: str, tmp_path: Path) -> None:
+    config = drafter_config(BASE | WIRINGS[wiring])
+    drafter = new_drafter(config, tiny_target(), torch.arange(config.draft_vocab_size), 0)
+    states = drafter.fuse(random_states(config.to_json(), NUM_TOKENS, 0))
+    steps = rollout(drafter, tokens(NUM_TOKENS, 0, 96)[None], states, 2)
+    torch.stack([logits.logsumexp(-1).sum() for logits in steps]).sum().backward()
+    unused = ["norm.weight"] if not config.norm_before_head and not config.norm_output else []
+    assert [name for name, p in drafter.named_parameters() if p.grad is None or not p.grad.any()] == unused
+    save_drafter(drafter, tmp_path)
+    again = load_drafter(tmp_path, tiny_target(), dtype=torch.float32).named_parameters()
+    assert all(torch.equal(p, dict(drafter.named_parameters())[name].bfloat16().float()) for name, p in again)
 
 
-def changed(changes: Config, change: Change) -> Drafter:
-    config = BASE | changes
-    tensors = drafter_tensors(config)
-    change(tensors)
-    return load(config, tensors)
+@pytest.mark.parametrize("changes", [{"own_embeddings": True}, {"own_head": False, "draft_vocab_size": 96}])
+def test_what_is_not_trained_is_refused(changes: Config) -> None:
+    with pytest.raises(TrainingError, match="own_embeddings"):
+        new_drafter(drafter_config(BASE | changes), tiny_target(), torch.arange(40), 0)
 
 
-NAMES = sorted(drafter_tensors(BASE | {"fc_norm": True, "own_embeddings": True}))
+# ---- the engine
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_dropped_tensor_is_named(name: str) -> None:
-    with pytest.raises(CheckpointError, match=f"no tensor {name}"):
-        changed({"fc_norm": True, "own_embeddings": True}, lambda tensors: tensors.__delitem__(name))
+SIZES: Config = {"hidden_size": 256, "target_hidden_size": 256, "vocab_size": 4096, "boundaries": [8, 2]}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_reshaped_tensor_is_named(name: str) -> None:
-    def change(tensors: Tensors) -> None:
-        tensors[name] = tensors[name][:-1].clone()
-
-    with pytest.raises(CheckpointError, match=name):
-        changed({"fc_norm": True, "own_embeddings": True}, change)
-
-
-@pytest.mark.parametrize(
-    "name", ["layers.0.hidden_norm.weight", "embed_tokens.weight", "input_norm.weight", "fc_norm.0.weight"]
-)
-def test_a_tensor_that_the_flags_have_no_place_for_is_named(name: str) -> None:
-    with pytest.raises(CheckpointError, match=name):
-        changed({}, lambda tensors: tensors.update({name: torch.ones(64)}))
+def generated(drafter: Drafter | None, tree: str) -> list[list[int]]:
+    engine = Engine(
+        embedded.target(), embedded.tokenizer(), drafter=drafter, config=EngineConfig(shape=parse_shape(tree))
+    )
+    params = embedded.params(max_tokens=12)
+    requests = [Request(embedded.prompt(i), params, spec=drafter is not None) for i in range(2)]
+    return [embedded.tokens(outputs) for outputs in embedded.run(engine, requests)]
 
 
-def offsets(tensors: Tensors) -> Tensor:
-    return tensors["d2t"]
+@cache
+def generated_plainly() -> list[list[int]]:
+    return generated(None, "chain:1")
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        lambda d2t: d2t + torch.arange(len(d2t)),  # absolute ids
-        lambda d2t: torch.arange(len(d2t)),
-        lambda d2t: torch.zeros_like(d2t),
-        lambda d2t: d2t.flip(0),
-        lambda d2t: d2t + 1,
-        lambda d2t: (d2t + torch.arange(len(d2t))).flip(0) - torch.arange(len(d2t)),
-    ],
-    ids=["absolute", "arange", "zeros", "reversed", "shifted", "same tokens in another order"],
-)
-def test_a_wrong_offset_table_is_refused(mutant: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(CheckpointError, match="d2t and t2d disagree"):
-        changed({}, lambda tensors: tensors.update(d2t=mutant(offsets(tensors))))
+@pytest.mark.parametrize("wiring", ["three layers", "latent, two layers, yarn", "last state normed", "target's head"])
+def test_speculation_is_invisible_with_any_drafter(wiring: str, tmp_path: Path) -> None:
+    """Untrained ones accept next to nothing, which exercises every rollback."""
+    config = BASE | SIZES | WIRINGS[wiring] | {"draft_vocab_size": 4096 if wiring == "target's head" else 40}
+    drafter = load_drafter(save_drafter_files(tmp_path, config, drafter_tensors(config)), embedded.target())
+    assert generated(drafter, "dynamic:3,3,6") == generated_plainly()
 
 
-@given(st.sets(st.integers(0, 95), min_size=1), SEEDS)
-def test_offsets_name_the_kept_tokens(kept: set[int], seed: int) -> None:
-    config = BASE | {"draft_vocab_size": len(kept)}
-    tensors, ids = drafter_tensors(config, seed), torch.tensor(sorted(kept))
-    tensors["d2t"] = ids - torch.arange(len(ids))
-    tensors["t2d"] = torch.zeros(96, dtype=torch.bool).index_fill_(0, ids, True)
-    assert load(config, tensors).target_ids.tolist() == sorted(kept)
+# ---- its config
 
 
-def test_a_whole_vocabulary_needs_no_offsets() -> None:
-    def change(tensors: Tensors) -> None:
-        del tensors["d2t"], tensors["t2d"]
-
-    assert changed({"draft_vocab_size": 96}, change).target_ids.tolist() == [*range(96)]
+CONFIGS = st.builds(lambda flags, wiring: drafter_config(BASE | flags | wiring), st.sampled_from(FLAGS), SHAPES)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        ({"vocab_size": 97}, "vocab_size"),
-        ({"target_hidden_size": 32, "own_embeddings": True}, "target_hidden_size"),
-        ({"boundaries": [0, 1, 4]}, r"boundaries=\[0, 1, 4\]"),
-        ({"boundaries": [1, 1, 2]}, r"boundaries=\[1, 1, 2\]"),
-    ],
-)
-def test_a_drafter_of_another_target_is_refused(wrong: Config, named: str) -> None:
-    with pytest.raises((CheckpointError, ConfigError), match=named):
-        changed(wrong, lambda tensors: None)
+@given(CONFIGS)
+def test_a_config_survives_json(config: DrafterConfig) -> None:
+    assert drafter_config(json.loads(json.dumps(config.to_json()))) == config
+
+
+REFUSED: list[tuple[Config, str]] = [
+    ({"rope_style": "neox"}, "rope_style='neox'"),
+    ({"last_state": "normed"}, "last_state='normed'"),
+    ({"boundaries": []}, "boundaries"),
+    ({"boundaries": [1, -1]}, "boundaries"),
+    ({"head_dim": 15}, "head_dim=15"),
+    ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc=true and fc_norm=true"),
+    ({"latent": LATENT, "qk_norm": True}, "qk_norm"),
+    ({"latent": LATENT | {"qk_rope_head_dim": 7}}, "qk_rope_head_dim=7"),
+    ({"latent": {"kv_lora_rank": 8}}, "latent is incomplete"),
+    ({"latent": LATENT | {"rank": 8}}, "a field too many"),
+    ({"latent": 8}, "latent=8"),
+    ({"yarn": {"factor": 8.0}}, "yarn is incomplete"),
+    ({"yarn": "yarn"}, "yarn='yarn'"),
+    ({"own_head": False}, "own_head=false"),
+    ({"hidden_size": 48}, "embed_tokens of its own"),
+    ({"hidden_size": 48, "own_embeddings": True, "own_head": False, "draft_vocab_size": 96}, "lm_head of its own"),
+    ({"draft_vocab_size": 97}, "draft_vocab_size=97"),
+    ({"num_attention_heads": 5}, "num_attention_heads=5"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+    ({"norm_output": "yes"}, "norm_output='yes'"),
+    ({"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
+]
+
+
+@pytest.mark.parametrize(("changes", "named"), REFUSED)
+def test_a_config_that_cannot_be_meant_is_refused(changes: Config, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        drafter_config(BASE | changes)
+
+
+def test_wirings_differ_in_what_they_cache() -> None:
+    config = drafter_config(BASE)
+    assert config.cache_row == (2, 32) and replace(config, num_key_value_heads=1).cache_row == (1, 32)
+    assert drafter_of("latent").config.cache_row == (1, 48)
+    assert drafter_of("three layers").new_cache(5).data.shape == (3, 5, 2, 32)
