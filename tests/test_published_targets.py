@@ -41,7 +41,7 @@ Json = dict[str, Any]
 YARN = {
     "type": "yarn",
     "factor": 40,
-    "original_max_position_embeddings": 16,
+    "original_max_position_embeddings": 4096,
     "beta_fast": 32,
     "beta_slow": 1,
     "mscale": 1.0,
