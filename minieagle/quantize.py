@@ -8,24 +8,34 @@ file by file, so memory peaks at one output file.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from minieagle.errors import ModelError
-from minieagle.models.checkpoint import Checkpoint
+from minieagle.models.checkpoint import Checkpoint, CheckpointError
 from minieagle.models.config import read_json, target_config
-from minieagle.models.int4 import pack, quantize
+from minieagle.models.int4 import WORD, pack, quantize
+from minieagle.models.weight_groups import group, loaded, weight_faults
 
 _ROUTED = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
-_COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "MODEL_CARD.md")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_COPIED = (
+    "tokenizer.json",
+    "tiktoken.model",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "MODEL_CARD.md",
+)
 
 
 def quantization_config(group_size: int) -> dict[str, Any]:
@@ -58,8 +68,10 @@ def quantization_config(group_size: int) -> dict[str, Any]:
 
 
 def quantized(name: str, weight: Tensor, group_size: int) -> dict[str, Tensor]:
-    """The three tensors that stand for `name` (which ends in `.weight`). Raises ModelError when a row of the weight
-    isn't a whole number of groups."""
+    """The three tensors that stand for `name` (which ends in `.weight`). Raises ModelError when the weight is no plain
+    float, or a row of it isn't a whole number of groups."""
+    if weight.dtype not in _FLOATS:
+        raise ModelError(f"{name} is stored as {weight.dtype}: only plain floats can be quantised, pass such a model")
     if weight.shape[1] % group_size:
         raise ModelError(
             f"{name}: {weight.shape[1]} input columns are no multiple of group_size={group_size}: "
@@ -70,13 +82,18 @@ def quantized(name: str, weight: Tensor, group_size: int) -> dict[str, Tensor]:
     return {f"{name}_packed": pack(codes), f"{name}_scale": scale, f"{name}_shape": shape}
 
 
-def _convert_file(source: Path, target: Path, group_size: int) -> dict[str, str]:
+def _convert_file(checkpoint: Checkpoint, names: Iterable[str], target: Path, group_size: int) -> dict[str, str]:
     tensors: dict[str, Tensor] = {}
-    with safe_open(source, framework="pt") as file:
-        for name in file.keys():
-            tensor = file.get_tensor(name)
-            tensors |= quantized(name, tensor, group_size) if _ROUTED.search(name) else {name: tensor}
-    save_file(tensors, target, metadata={"format": "pt"})
+    for name in names:
+        tensor = checkpoint.take(name)
+        if tensor.dtype in _FLOATS and not tensor.isfinite().all():
+            raise ModelError(f"{name} holds NaN or infinity: the source is damaged, fetch it again")
+        tensors |= quantized(name, tensor, group_size) if _ROUTED.search(name) else {name: tensor}
+    try:
+        save_file(tensors, target, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise ModelError(f"{target} can't be written: {error}") from error
+    checkpoint.release()
     return dict.fromkeys(tensors, target.name)
 
 
@@ -90,28 +107,60 @@ def _described(config: dict[str, Any], group_size: int) -> dict[str, Any]:
 def quantize_directory(
     source: Path, target: Path, *, group_size: int = 32, progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Quantise a bf16 or fp32 model directory. Refuses an already quantised source, and a target that exists and is
-    not empty."""
+    """Quantise a bf16 or fp32 model directory. Refuses an already quantised or incomplete source, and a target that is
+    not empty or lies in the source. The target appears when it is whole: until then, what is written lies beside it
+    under a name of its own, which an interrupted run leaves behind without a config.json."""
     config = read_json(source / "config.json")
     parsed = target_config(config)
     if parsed.group_size is not None or parsed.fp8_block is not None:
         raise ModelError(f"{source} is quantised already: pass the unquantised model")
-    stored = Checkpoint(source).stored  # refuses missing and damaged files before anything is written
-    paths = sorted({tensor.path for tensor in stored.values()})
-    if group_size < 8 or group_size % 8:
+    if group_size < WORD or group_size % WORD:
         raise ModelError(f"group_size={group_size} must be a positive multiple of 8 (one packed word); 32 is usual")
-    if target.exists() and any(target.iterdir()):
+    checkpoint = Checkpoint(source)  # refuses missing and damaged files before anything is written
+    faults = weight_faults(loaded(group(checkpoint.stored), parsed)[0], parsed)
+    if faults:
+        raise CheckpointError(f"{source}: {faults[0]}")
+    target = _checked_target(source, target)
+    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        weight_map = _convert(checkpoint, partial, group_size, progress or (lambda done, total: None))
+        _write_rest(source, partial, weight_map, _described(config, group_size))
+        os.replace(partial, target)
+    except BaseException:  # an interrupt too
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _checked_target(source: Path, target: Path) -> Path:
+    target = target.resolve()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelError(f"{target} is not empty: pass a new directory")
-    target.mkdir(parents=True, exist_ok=True)
+    if target.is_relative_to(source.resolve()):
+        raise ModelError(f"{target} lies inside {source}, which is read: pass a directory elsewhere")
+    return target
+
+
+def _convert(
+    checkpoint: Checkpoint, target: Path, group_size: int, progress: Callable[[int, int], None]
+) -> dict[str, str]:
+    """Every file's tensors; returns the index."""
+    members: dict[Path, list[str]] = {}
+    for name, stored in checkpoint.stored.items():
+        members.setdefault(stored.path, []).append(name)
     weight_map: dict[str, str] = {}
-    for done, path in enumerate(paths, start=1):
-        weight_map |= _convert_file(path, target / path.name, group_size)
-        if progress is not None:
-            progress(done, len(paths))
-    if len(paths) > 1:
+    for done, path in enumerate(sorted(members), start=1):
+        weight_map |= _convert_file(checkpoint, members[path], target / path.name, group_size)
+        progress(done, len(members))
+    return weight_map
+
+
+def _write_rest(source: Path, target: Path, weight_map: dict[str, str], config: dict[str, Any]) -> None:
+    """What stands beside the weights; config.json last, for without it no directory is a model."""
+    if len(set(weight_map.values())) > 1:
         index = {"metadata": {}, "weight_map": weight_map}
         (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    (target / "config.json").write_text(json.dumps(_described(config, group_size), indent=1))
     for name in _COPIED:
         if (source / name).exists():
             shutil.copyfile(source / name, target / name)
+    (target / "config.json").write_text(json.dumps(config, indent=1))

@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -39,10 +38,8 @@ from minieagle.dist.shard import (
 )
 from minieagle.models.config import TargetConfig, read_json, target_config
 from minieagle.models.drafter_names import drafter_shapes
-from minieagle.models.headers import CheckpointError, Stored, read_headers
-from minieagle.models.int4 import WORD
-from minieagle.models.target_names import WRAPPER, check_formats, dropped
-from minieagle.models.target_shapes import published_shapes
+from minieagle.models.headers import Stored, read_headers
+from minieagle.models.weight_groups import Group, group, loaded, weight_faults
 from minieagle.spec.formats import OWN, recognise, refuse_strangers
 from minieagle.spec.wiring import read_wiring
 from minieagle.tokenizer import Tokenizer
@@ -62,60 +59,6 @@ _PARTS = (
     ("lm_head", "output head"),
     ("", "norms"),
 )
-_CODED = ("_packed", "_scale", "_scale_inv", "_shape")  # what a quantised weight's names end in, behind ".weight"
-
-
-@dataclass(frozen=True)
-class Group:
-    """`num` tensors alike: one tensor, or the same one of every routed expert of a layer, whose name then leaves the
-    expert's number out."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    num: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.num * math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def weight(self) -> str:
-        """The name of the weight that this is, or that it is a piece of."""
-        return next((self.name.removesuffix(end) for end in _CODED if self.name.endswith(f".weight{end}")), self.name)
-
-    @property
-    def weight_shape(self) -> tuple[int, ...] | None:
-        """The shape of the weight, None when this only scales or describes it."""
-        if self.name == self.weight:
-            return self.shape
-        packed = self.name.endswith("_packed") and self.shape
-        return (*self.shape[:-1], self.shape[-1] * WORD) if packed else None
-
-    @property
-    def num_parameters(self) -> int:
-        return 0 if self.weight_shape is None else self.num * math.prod(self.weight_shape)
-
-    @property
-    def part(self) -> str:
-        module = module_of(self.name)
-        return next(part for prefix, part in _PARTS if module.startswith(prefix))
-
-    def loaded_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes once loaded: FP8 weights as dtype, their scales gone."""
-        if self.name.endswith(("_scale_inv", "_shape")):
-            return 0
-        return self.num_parameters * dtype.itemsize if self.dtype == torch.float8_e4m3fn else self.nbytes
-
-
-def group(stored: Mapping[str, Stored]) -> list[Group]:
-    """The tensors of a target in groups, in the order of their first members, without a wrapper's prefix."""
-    counts: Counter[tuple[str, torch.dtype, tuple[int, ...]]] = Counter()
-    for name, tensor in stored.items():
-        head, experts, tail = name.partition(".mlp.experts.")
-        alike = head + experts + tail.partition(".")[2] if experts else name
-        counts[alike, tensor.dtype, tensor.shape] += 1
-    return [Group(name.removeprefix(WRAPPER), dtype, shape, num) for (name, dtype, shape), num in counts.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +120,7 @@ def survey(directory: Path, stored: Mapping[str, Stored], *, tp_sizes: Sequence[
     used, and CheckpointError where the weights are another model's; what they lack is among the faults."""
     raw = read_json(directory / "config.json")
     config = target_config(raw)
-    groups, left_out = _used(group(stored), config)
+    groups, left_out = loaded(group(stored), config)
     parts = tuple(_parts(groups, config))
     tokens, token_faults = _tokens(directory)
     return Survey(
@@ -192,9 +135,12 @@ def survey(directory: Path, stored: Mapping[str, Stored], *, tp_sizes: Sequence[
         quantization=_quantization(groups, config),
         context=_context(config),
         parts=parts,
-        left_out=left_out,
+        left_out=tuple(
+            LeftOut(reason=reason, num_tensors=sum(g.num for g in gs), nbytes=sum(g.nbytes for g in gs))
+            for reason, gs in left_out.items()
+        ),
         plans=tuple(_plan(groups, config, tp) for tp in tp_sizes),
-        faults=(*_faults(groups, config), *token_faults),
+        faults=(*weight_faults(groups, config), *token_faults),
         **tokens,
     )
 
@@ -204,26 +150,17 @@ def _dtype(config: TargetConfig) -> torch.dtype:
     return dtype
 
 
-def _used(groups: list[Group], config: TargetConfig) -> tuple[list[Group], tuple[LeftOut, ...]]:
-    """The groups that are loaded, and what isn't."""
-    reasons = {name: reason for reason, names in dropped([g.name for g in groups], config).items() for name in names}
-    out: dict[str, list[Group]] = {}
-    for found in groups:
-        if found.name in reasons:
-            out.setdefault(reasons[found.name], []).append(found)
-    left_out = [
-        LeftOut(reason=reason, num_tensors=sum(g.num for g in gs), nbytes=sum(g.nbytes for g in gs))
-        for reason, gs in out.items()
-    ]
-    return [found for found in groups if found.name not in reasons], tuple(left_out)
+def _part(found: Group) -> str:
+    module = module_of(found.name)
+    return next(part for prefix, part in _PARTS if module.startswith(prefix))
 
 
 def _share_read(found: Group, config: TargetConfig) -> float:
     """The share of a group's numbers that one token reads: the experts that it is routed to, one row of the embedding,
     all of everything else."""
-    if found.part == "routed experts":
+    if _part(found) == "routed experts":
         return config.num_experts_per_tok / config.n_routed_experts
-    if found.part == "embedding" and not config.tie_word_embeddings:
+    if _part(found) == "embedding" and not config.tie_word_embeddings:
         return 1 / config.vocab_size
     return 1.0
 
@@ -231,13 +168,13 @@ def _share_read(found: Group, config: TargetConfig) -> float:
 def _active(groups: Iterable[Group], config: TargetConfig) -> int:
     """Parameters that take part in one token's products."""
     looked_up = "" if config.tie_word_embeddings else "embedding"
-    return round(sum(g.num_parameters * _share_read(g, config) for g in groups if g.part != looked_up))
+    return round(sum(g.num_parameters * _share_read(g, config) for g in groups if _part(g) != looked_up))
 
 
 def _parts(groups: Iterable[Group], config: TargetConfig) -> Iterable[Part]:
     members: dict[str, list[Group]] = {part: [] for _, part in _PARTS}
     for found in groups:
-        members[found.part].append(found)
+        members[_part(found)].append(found)
     for name, inside in members.items():
         if inside:
             yield Part(
@@ -246,37 +183,6 @@ def _parts(groups: Iterable[Group], config: TargetConfig) -> Iterable[Part]:
                 nbytes=sum(g.nbytes for g in inside),
                 read_bytes=round(sum(g.nbytes * _share_read(g, config) for g in inside)),
             )
-
-
-# ---- faults
-
-
-def _faults(groups: Sequence[Group], config: TargetConfig) -> list[str]:
-    """What load_target would refuse, one line a kind with its first example."""
-    if config.num_hidden_layers > len(groups):  # before a list is made that is as long as a hostile config.json asks
-        return [f"config.json says num_hidden_layers={config.num_hidden_layers}, the files don't hold so many tensors"]
-    try:
-        check_formats({found.name for found in groups}, config)
-    except CheckpointError as error:
-        return [str(error)]
-    wanted = published_shapes(config)
-    present = {found.weight: found for found in groups if found.weight_shape is not None}
-    misshapen = [
-        f"{name} has shape {list(present[name].weight_shape or ())}, the config asks for {list(shape)}"
-        for name, shape in wanted.items()
-        if name in present and present[name].weight_shape != shape
-    ]
-    incomplete = [name for name in wanted if name in present and present[name].num != _num_wanted(name, config)]
-    lines = [
-        ("missing", [name for name in wanted if name not in present] + incomplete),
-        ("of another shape", misshapen),
-        ("without a place in the model", sorted({g.name for g in groups if g.weight not in wanted})),
-    ]
-    return [f"{len(names)} weights {what}: {names[0]}" for what, names in lines if names]
-
-
-def _num_wanted(name: str, config: TargetConfig) -> int:
-    return config.n_routed_experts if ".mlp.experts." in name else 1
 
 
 # ---- what is said in words
@@ -377,7 +283,7 @@ def cut_table(directory: Path, stored: Mapping[str, Stored], tp: int) -> list[Cu
     """Each kind of stored tensor on one of tp ranks: name without numbers, how it is cut, its shape in the file and on
     a rank, and the bytes of all such tensors on a rank. Raises ShardError where tp doesn't divide the model."""
     config = target_config(read_json(directory / "config.json"))
-    groups, _ = _used(group(stored), config)
+    groups, _ = loaded(group(stored), config)
     check_divides(target_units(groups, config), tp)
     rows: dict[tuple[str, tuple[int, ...]], list[Group]] = {}
     for found in groups:
@@ -473,9 +379,7 @@ def _table(console: Console, title: str, columns: Sequence[str], rows: Iterable[
     console.print()
 
 
-def _target_tables(
-    console: Console, seen: Survey, unlisted: Sequence[str], cuts: Sequence[CutRow]
-) -> None:
+def _target_tables(console: Console, seen: Survey, unlisted: Sequence[str], cuts: Sequence[CutRow]) -> None:
     facts = [
         ("architecture", f"{seen.architecture}, {seen.num_layers} layers"),
         ("parameters", f"{_count(seen.num_parameters)}, {_count(seen.num_active_parameters)} active per token"),

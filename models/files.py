@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 
 JSON_LIMIT_BYTES = 64 << 20
 """The largest JSON text that is read. All 208,550 names of Kimi-K2.5 in one file would take half of it."""
-MOST_VALUES = 4_000_000
-"""Values in one JSON text: at most 400 MB as Python objects. Kimi-K2.5's names in one file would have 1.9 million."""
+MOST_VALUES = 2_000_000
+"""Values in one JSON text: at most 600 MB as Python objects. Kimi-K2.5's names in one file would have 1.7 million."""
 
 
 class FileError(ValueError):
