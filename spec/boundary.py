@@ -154,14 +154,14 @@ def _meaning(
 ) -> tuple[Convention, str, str | None]:
     """What the ids mean, who says so, and a warning when a rule says otherwise."""
     rule = next((rule for rule in RULES if rule.holds(ids, num_layers)), None)
-    explicit = (convention, "the user") if convention is not None else stated
+    explicit: tuple[Convention, str] | None = (convention, "the user") if convention is not None else stated
     if explicit is not None:
         against = rule is not None and rule.convention != explicit[0]
         note = f"{field} {list(ids)} is read as {explicit[0]}puts, but {rule.because}" if rule and against else None
-        return *explicit, note
+        return explicit[0], explicit[1], note
     if rule is not None:
         note = (
-            f"{field} {list(ids)} is read as {rule.convention}puts, for {rule.because}; --capture-convention says else"
+            f"{field} {list(ids)} is read as {rule.convention}puts: {rule.because}; --capture-convention overrides it"
         )
         return rule.convention, rule.because, None if rule.proof else note
     if min(ids) < -1 or max(ids) > num_layers or (min(ids) < 0 and max(ids) >= num_layers):

@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
-from minieagle.models.config import TargetConfig, read_json
-from minieagle.models.files import open_plain, read_plain
+from minieagle.models.config import ConfigError, TargetConfig, read_json
+from minieagle.models.files import FileError, open_plain, read_plain
 from minieagle.models.headers import Stored, read_headers
 
 SAMPLE_BYTES = 4096
@@ -83,29 +83,33 @@ def _samples(tensor: Stored) -> Iterable[bytes]:
 
 def tokenizer_fingerprint(directory: Path) -> str | None:
     """A hash of the vocabulary in a model directory: which text each id stands for. None where there is no tokenizer
-    of a known kind (tokenizer.json, tiktoken.model)."""
-    if (directory / "tokenizer.json").exists():
-        entries = _tokenizer_json(read_json(directory / "tokenizer.json"))
-    elif (directory / "tiktoken.model").exists():
-        ranks = hashlib.sha256(read_plain(directory / "tiktoken.model")).hexdigest()
-        entries = {"tiktoken.model": ranks} | _specials(directory)
-    else:
-        return None
+    of a known kind (tokenizer.json, tiktoken.model). Raises ConfigError for a damaged one."""
+    try:
+        if (directory / "tokenizer.json").exists():
+            entries = _tokenizer_json(read_json(directory / "tokenizer.json"))
+        elif (directory / "tiktoken.model").exists():
+            ranks = hashlib.sha256(read_plain(directory / "tiktoken.model")).hexdigest()
+            entries = {"tiktoken.model": ranks} | _specials(directory)
+        else:
+            return None
+    except (TypeError, LookupError, AttributeError, FileError) as error:
+        raise ConfigError(f"the tokenizer in {directory} is damaged: {error!r}; fetch it again") from None
     return f"sha256:{hashlib.sha256(json.dumps(sorted(entries.items())).encode()).hexdigest()}"
 
 
 def _tokenizer_json(content: Mapping[str, Any]) -> dict[str, str]:
     """Text -> id of a tokenizers file; the vocabulary of a unigram model is a list, its ids the indices."""
-    vocabulary = (content.get("model") or {}).get("vocab") or {}
+    vocabulary: Any = content["model"]["vocab"]
     if isinstance(vocabulary, list):
-        pairs = cast("list[list[Any]]", vocabulary)
+        pairs = cast("list[Any]", vocabulary)
         vocabulary = {str(pair[0]): index for index, pair in enumerate(pairs)}
-    added = {str(token["content"]): token["id"] for token in content.get("added_tokens") or []}
-    return {str(text): str(i) for text, i in (cast("dict[str, Any]", vocabulary) | added).items()}
+    added: list[Any] = content.get("added_tokens") or []
+    ids: dict[Any, Any] = vocabulary | {token["content"]: token["id"] for token in added}
+    return {str(text): str(i) for text, i in ids.items()}
 
 
 def _specials(directory: Path) -> dict[str, str]:
     if not (directory / "tokenizer_config.json").exists():
         return {}
-    decoder = read_json(directory / "tokenizer_config.json").get("added_tokens_decoder") or {}
-    return {str(token["content"]): str(i) for i, token in decoder.items()}
+    decoder: dict[str, Any] = read_json(directory / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    return {str(token["content"]): i for i, token in decoder.items()}

@@ -180,15 +180,14 @@ def _any_match(pattern: str | None, names: Iterable[str]) -> bool:
 
 def recognise(config: Raw) -> Format:
     """The format of a foreign config.json. Raises ConfigError when it is none of FORMATS."""
-    named = config.get("architectures")
-    if not isinstance(named, list):
-        named = []
+    listed = config.get("architectures")
+    named = cast("list[Any]", listed) if isinstance(listed, list) else []
     for known in FORMATS:
         if (known.key is not None and known.key in config) or any(name in known.architectures for name in named):
             return known
     known_names = [name for row in FORMATS for name in row.architectures]
     raise ConfigError(
-        f"the drafter's config.json has architectures={named!r}: not known, so nobody can say what its fields mean; "
+        f"the drafter's config.json has architectures={listed!r}: not known, so nobody can say what its fields mean; "
         f"known: {known_names} and speculators' own"
     )
 
@@ -268,7 +267,7 @@ class _Reader:
                         f"the drafter's config.json: {path}={value!r} is not supported; known: {list(allowed)}"
                     )
         for path, kinds in self.seen("layer_types").items():
-            if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+            if not isinstance(kinds, list) or set(map(str, cast("list[Any]", kinds))) - {"full_attention"}:
                 raise ConfigError(
                     f"the drafter's config.json: {path}={kinds!r} is not supported; known: 'full_attention'"
                 )

@@ -33,18 +33,15 @@ FIRST = {"minieagle": "midlayer", "sglang": "midlayer", "vllm": "layers.0", "spe
 def drafter(**changes: Any) -> tuple[DrafterConfig, Tensors]:
     """The config and the tensors of a drafter of TARGET."""
     full = changes.pop("full", False) or not changes.get("own_head", True)
-    latent, reduced = changes.get("latent") is not None, not full
-    config = DrafterConfig(
-        **published.SIZES
-        | {"head_dim": 24 if latent else 16, "target_hidden_size": 64, "draft_vocab_size": 40 if reduced else 96}
-        | {"boundaries": (2, 30, 58), "dtype": "float32", "rope_style": "interleaved" if latent else "half"}
-        | ({"num_key_value_heads": 4} if latent else {})
-        | changes
-    )
+    latent = changes.get("latent") is not None
+    fields: dict[str, Any] = published.SIZES | {"target_hidden_size": 64, "dtype": "float32", "boundaries": (2, 30, 58)}
+    fields |= {"draft_vocab_size": 96 if full else 40, "head_dim": 24 if latent else 16}
+    fields |= {"rope_style": "interleaved", "num_key_value_heads": 4} if latent else {}
+    config = DrafterConfig(**fields | changes)
     named = published.tensors(
         taps=len(config.boundaries),
         latent=latent,
-        reduced=reduced,
+        reduced=not full,
         layers=config.num_hidden_layers,
         fc_norm=config.fc_norm,
         norm_before_fc=config.norm_before_fc,

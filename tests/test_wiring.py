@@ -449,6 +449,17 @@ def test_the_tokenizer_fingerprint_sees_the_vocabulary_only(tmp_path: Path) -> N
     assert seen[0] == seen[1] and len(set(seen)) == 3
 
 
+@settings(max_examples=40)
+@given(st.dictionaries(st.sampled_from(["model", "added_tokens"]), JSON | st.just({"vocab": {"a": 0}})))
+def test_a_damaged_tokenizer_is_refused_in_words(tmp_path_factory: pytest.TempPathFactory, content: Config) -> None:
+    directory = tmp_path_factory.mktemp("t")
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    try:
+        tokenizer_fingerprint(directory)
+    except ConfigError as error:
+        assert "fetch it again" in str(error)
+
+
 def test_a_drafter_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     made = contract(tmp_path)
     check_tokenizer(made, "sha256:0")
