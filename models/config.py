@@ -18,6 +18,10 @@ from minieagle.models.files import FileError, parse_json, read_plain
 class ConfigError(ValueError):
     """A config.json that is missing, unreadable, contradictory, or asks for math that is not implemented."""
 
+    def __init__(self, message: str) -> None:
+        """Cut in the middle where it quotes a value without end."""
+        super().__init__(message if len(message) <= 2000 else f"{message[:1000]} ... {message[-800:]}")
+
 
 _MAY_BE_ZERO = (
     "n_shared_experts",
@@ -55,14 +59,14 @@ def check_fields(config: Any) -> None:
             continue
         fault = _fault(field.name, kind.removesuffix(" | None"), value)
         if fault:
-            raise ConfigError(f"config.json: {field.name}={value!r} must be {fault}")
+            raise ConfigError(f"config.json: {field.name}={value!r:.200} must be {fault}")
 
 
 def refuse_unless(allowed: Mapping[str, tuple[Any, ...]], config: Mapping[str, Any], where: str) -> None:
     """Refuse fields that change the math and hold another value than those that are implemented."""
     for name, values in allowed.items():
         if name in config and config[name] not in values:
-            raise ConfigError(f"{where}: {name}={config[name]!r} is not supported; known: {list(values)}")
+            raise ConfigError(f"{where}: {name}={config[name]!r:.200} is not supported; known: {list(values)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +185,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "sliding_window": (None,),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
+    "swiglu_limit": (None,),
 }
 
 
@@ -226,7 +231,7 @@ def agreed(*said: tuple[str, Any]) -> Any:
         if value != known[0][1]:
             first, second = _difference(known[0][1], value)
             raise ConfigError(
-                f"config.json contradicts itself: {known[0][0]} says {first!r}, but {place} says {second!r}; "
+                f"config.json contradicts itself: {known[0][0]} says {first!r:.500}, but {place} says {second!r:.500}; "
                 "correct one of them"
             )
     return known[0][1] if known else None
@@ -307,8 +312,10 @@ def _first_dense(config: Mapping[str, Any]) -> int | None:
         return stated
     dense = kinds.count("dense") if isinstance(kinds, list) else 0
     layers = config.get("num_hidden_layers")
-    if type(layers) is int and kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
-        raise ConfigError(f"config.json: mlp_layer_types={kinds!r} must be 'dense' layers first, then 'sparse' ones")
+    if not isinstance(kinds, list) or kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
+        raise ConfigError(f"config.json: mlp_layer_types={kinds!r:.200} must be 'dense' layers, then 'sparse' ones")
+    if len(kinds) != layers:
+        raise ConfigError(f"config.json: mlp_layer_types has {len(kinds)} layers, but num_hidden_layers={layers!r}")
     first: int = agreed(("first_k_dense_replace", stated), ("the dense layers of mlp_layer_types", dense))
     return first
 

@@ -14,7 +14,7 @@ from minieagle.models.config import ConfigError, TargetConfig, Yarn, read_json, 
 from minieagle.models.drafter_config import DrafterConfig, drafter_config
 from minieagle.quantize import quantization_config
 from tests.oracles import TINY
-from tests.test_published_targets import FP8, INT4, K25_TEXT, PUBLISHED, wrapped
+from tests.test_published_targets import FP8, GLM, INT4, K25_TEXT, V3, V32, wrapped
 
 YARN = TINY["rope_scaling"]
 K25 = wrapped(K25_TEXT, "kimi_k25", "KimiK25ForConditionalGeneration", INT4)
@@ -108,6 +108,11 @@ def test_missing_field_is_named(name: str) -> None:
         {"attention_bias": True},
         {"moe_layer_freq": 2},
         {"rope_interleave": False},
+        {"partial_rotary_factor": 0.5},
+        {"use_qk_norm": True},
+        {"sliding_window": 4096},
+        {"swiglu_limit": 7.0},
+        {"layer_types": ["full_attention", "linear_attention"]},
         {"model_type": "deepseek_v4"},
         {"dtype": "float8_e4m3fn"},
         {"n_group": 3},
@@ -199,8 +204,8 @@ def test_a_wrapper_needs_its_text_config_and_nothing_else_has_one(config: dict[s
     ("kinds", "first", "named"),
     [
         (["dense", "sparse", "sparse"], 2, "dense layers of mlp_layer_types"),
-        (["sparse", "dense", "sparse"], None, "dense' layers first"),
-        (["dense", "sparse"], None, "dense' layers first"),
+        (["sparse", "dense", "sparse"], None, "'dense' layers, then"),
+        (["dense", "sparse"], None, "2 layers, but num_hidden_layers=3"),
         ("dense", None, "mlp_layer_types='dense'"),
     ],
 )
@@ -236,17 +241,16 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["type", "weights", "x"]), inner),
     max_leaves=6,
 )
-PLACES = [
+PLACES = {
     (name, *inner)
-    for kind in PUBLISHED
-    for config in [PUBLISHED[kind]().config]
-    for name in config
-    for inner in [(), *[(key,) for key in (config[name] if isinstance(config[name], dict) else {})]]
-]
+    for config in (K25, GLM, V32, V3 | FP8)
+    for name, value in config.items()
+    for inner in ((), *((key,) for key in (value if isinstance(value, dict) else ())))
+}
 
 
 @settings(max_examples=300)
-@given(st.sampled_from([K25, TINY | FP8, TINY | INT4]), st.sampled_from(sorted(set(PLACES))), JSON)
+@given(st.sampled_from([K25, TINY | FP8, TINY | INT4]), st.sampled_from(sorted(PLACES)), JSON)
 def test_any_value_anywhere_gives_a_config_or_a_named_fault(base: Any, place: tuple[str, ...], value: Any) -> None:
     config = json.loads(json.dumps(base))
     inner = config.setdefault(place[0], {}) if len(place) > 1 else config
