@@ -54,22 +54,15 @@ def test_figures_of_kimi_k25_are_the_known_ones(tmp_path: Path, capsys: pytest.C
     for what, known, value in figures(found):
         assert abs(value / known - 1) < 0.01, what
     assert [out["num_tensors"] for out in found["left_out"]] == [335]
-    assert (
-        len(found["cuts"]) == 29 and sum(row[-1] for row in found["cuts"]) == found["plans"][3]["rank_bytes"] + 552_960
-    )
+    stated_shapes = 69_120 * 8  # on disk, and not in memory
+    assert sum(row[-1] for row in found["cuts"]) == found["plans"][3]["rank_bytes"] + stated_shapes
     assert all("tokenizer" in fault for fault in found["faults"]), "nothing but the tokenizer is missing"
 
 
 def test_the_embedded_target_has_no_fault(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(embedded("target")) == 0
     shown = capsys.readouterr().out
-    for words in (
-        "INT4 routed experts in groups of 32",
-        "DeepseekV3ForCausalLM",
-        "4089",
-        "tokenizer.json",
-        "all-reduces",
-    ):
+    for words in ("INT4 routed experts in groups of 32", "DeepseekV3ForCausalLM", "4089", "all-reduces"):
         assert words in shown
 
 
@@ -171,16 +164,12 @@ def test_an_unusable_tokenizer_is_a_fault(tiny: Path, capsys: pytest.CaptureFixt
     assert "can't be loaded:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("text", "error"), [("{", ConfigError), ('{"model_type": "llama"}', ConfigError), (None, ConfigError)]
-)
-def test_a_config_that_says_nothing_is_an_error(
-    text: str | None, error: type[Exception], tiny: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("text", ["{", '{"model_type": "llama"}', None])
+def test_a_config_that_says_nothing_is_an_error(text: str | None, tiny: Path, tmp_path: Path) -> None:
     shutil.copyfile(tiny / "model.safetensors", tmp_path / "model.safetensors")
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    with pytest.raises(error, match="config.json"):
+    with pytest.raises(ConfigError, match="config.json"):
         run(tmp_path)
 
 
