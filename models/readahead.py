@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from minieagle.models.checkpoint import CheckpointError, Progress, tensor_in
@@ -48,7 +49,7 @@ class _Run:
 def _runs(part: Iterable[Stored]) -> Iterator[_Run]:
     """The tensors in the order of the files; a new run where something else lies between, or RUN_BYTES are full."""
     members: list[Stored] = []
-    for stored in sorted(part, key=lambda stored: (stored.path, stored.start, stored.stop)):
+    for stored in sorted((stored for stored in part if stored.nbytes), key=lambda stored: (stored.path, stored.start)):
         if members and not _joins(members, stored):
             yield _Run(members)
             members = []
@@ -78,7 +79,7 @@ class ReadAhead:
         self._held_bytes = 0
         self._ready: dict[Stored, tuple[Tensor, _Run]] = {}
         self._error: Exception | None = None
-        self._closed = False
+        self._ended = self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="read-ahead", daemon=True)
         self._thread.start()
@@ -86,8 +87,11 @@ class ReadAhead:
     def take(self, stored: Stored) -> Tensor:
         """The tensor, over memory that is freed with it. Waits for the thread. Raises CheckpointError for a file that
         can't be read any more."""
+        if not stored.nbytes:  # several may lie at one place
+            return torch.empty(stored.shape, dtype=stored.dtype)
         with self._changed:
-            self._changed.wait_for(lambda: stored in self._ready or self._error is not None)
+            self._changed.wait_for(lambda: stored in self._ready or self._error is not None or self._ended)
+            assert stored in self._ready or self._error is not None, f"{stored} is in no part, or is taken twice"
             if stored not in self._ready:
                 raise CheckpointError(f"{stored.path} can't be read ({self._error}): it changed or the disk failed")
             tensor, run = self._ready.pop(stored)
@@ -121,6 +125,9 @@ class ReadAhead:
                     self._ready.update({stored: (tensor, run) for stored, tensor in tensors.items()})
                     self._changed.notify_all()
                 del tensors  # or the last run's memory would stay while this thread waits for room
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
         except Exception as error:  # whatever it is, the other thread waits for it
             with self._changed:
                 self._error = error
@@ -140,7 +147,7 @@ class ReadAhead:
 
 def _read_range(path: Path, start: int, nbytes: int) -> mmap.mmap:
     """nbytes of the file from `start`, in anonymous memory of their own."""
-    buffer = mmap.mmap(-1, max(1, nbytes))  # a map is never empty, a tensor may be
+    buffer = mmap.mmap(-1, nbytes)
     with open_plain(path) as file, memoryview(buffer) as view:
         advise = getattr(os, "posix_fadvise", None)  # not on macOS
         if advise is not None:

@@ -208,6 +208,15 @@ def test_read_ahead_hands_out_everything_within_its_budget(
     assert reads.alive == 0 and reads.most_alive <= largest + max(max(part) for part in sizes)
 
 
+def test_several_empty_tensors_at_one_place(tmp_path: Path) -> None:
+    stored, _ = shuffled_file(tmp_path / "x.safetensors", [[0, 0, 3], [0]], random.Random(0))
+    ahead = ReadAhead(stored)
+    assert [ahead.take(one).numel() for part in stored for one in part] == [0, 0, 3, 0]
+    with pytest.raises(AssertionError, match="taken twice"):
+        ahead.take(stored[0][2])
+    ahead.close()
+
+
 def shuffled_file(path: Path, sizes: list[list[int]], rng: random.Random) -> tuple[list[list[Stored]], bytes]:
     """A file with tensors of these sizes in any order; where each part's lie, and the whole content."""
     names = [f"{p}.{i}" for p, part in enumerate(sizes) for i in range(len(part))]
