@@ -16,7 +16,7 @@ from minieagle.models.drafter_config import DrafterConfig
 Shape = tuple[int, ...]
 
 # (what is replaced, by what): each at most once, in this order.
-_ALIASES: tuple[tuple[str, str], ...] = (
+ALIASES: tuple[tuple[str, str], ...] = (
     (
         r"^model\.",
         "",
@@ -27,15 +27,20 @@ _ALIASES: tuple[tuple[str, str], ...] = (
 
 def official_name(name: str) -> str:
     """The official name of a tensor that any of the published layouts may hold."""
-    for pattern, replacement in _ALIASES:
+    for pattern, replacement in ALIASES:
         name = re.sub(pattern, replacement, name, count=1)
     return name
 
 
+# Buffers that older transformers saved and that are computed here.
+_COMPUTED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+
+
 def official_names(names: Iterable[str]) -> dict[str, str]:
-    """Official name -> stored name. Raises CheckpointError when two stored names mean one tensor."""
+    """Official name -> stored name, computed buffers left out. Raises CheckpointError when two stored names mean one
+    tensor."""
     stored: dict[str, str] = {}
-    for name in sorted(names):
+    for name in sorted(name for name in names if not _COMPUTED.search(name)):
         official = official_name(name)
         if official in stored:
             raise CheckpointError(

@@ -48,6 +48,8 @@ class DrafterCheckpoint(Checkpoint):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.names = official_names(self.stored)
+        read = frozenset(self.names.values())
+        self.drop(lambda name: name not in read)
         self.shapes = {name: self.stored[stored].shape for name, stored in self.names.items()}
 
     def __contains__(self, name: str) -> bool:
