@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minieagle.dist.group import Group, GroupError
+from minieagle.dist.watch import Activity, Store
 
 ANNOUNCED = 4095
 """Integers that travel in one message; longer ones take a second."""
@@ -39,6 +40,7 @@ class Ranks:
 
     def __init__(self, group: Group) -> None:
         self.rank, self.size, self.device = group.rank, group.size, group.device
+        self.activity = Activity()
         if self.size == 1:
             return
         _listen_on_loopback(os.environ)
@@ -65,7 +67,8 @@ class Ranks:
         if self.size == 1:
             return x.unsqueeze(0)
         out = x.new_empty(self.size, *x.shape)
-        dist.all_gather(list(out), x.contiguous(), group=self._data)
+        with self.activity:
+            dist.all_gather(list(out), x.contiguous(), group=self._data)
         return out
 
     def gather_to_lead(self, x: Tensor) -> Tensor | None:
@@ -73,13 +76,15 @@ class Ranks:
         if self.size == 1:
             return x.unsqueeze(0)
         out = x.new_empty(self.size, *x.shape) if self.leads else None
-        dist.gather(x.contiguous(), list(out) if out is not None else None, dst=0, group=self._data)
+        with self.activity:
+            dist.gather(x.contiguous(), list(out) if out is not None else None, dst=0, group=self._data)
         return out
 
     def share(self, x: Tensor) -> None:
         """Rank 0's x, written into every rank's x (same shape and dtype)."""
         if self.size > 1:
-            dist.broadcast(x.view(torch.uint8), src=0, group=self._data)
+            with self.activity:
+                dist.broadcast(x.view(torch.uint8), src=0, group=self._data)
 
     def announce(self, numbers: list[int]) -> None:
         """Rank 0 says integers; every other rank gets them from `listen`."""
@@ -97,7 +102,8 @@ class Ranks:
         """What rank 0 announces next; waits for it."""
         assert not self.leads, "rank 0 listens to nobody"
         padded = torch.zeros(1 + ANNOUNCED, dtype=torch.int64)
-        dist.broadcast(padded, src=0, group=self._control)
+        with self.activity:
+            dist.broadcast(padded, src=0, group=self._control)
         count = int(padded[0])
         numbers: list[int] = padded[1 : 1 + min(count, ANNOUNCED)].tolist()
         if count > ANNOUNCED:
@@ -105,6 +111,11 @@ class Ranks:
             dist.broadcast(rest, src=0, group=self._control)
             numbers += rest.tolist()
         return numbers
+
+    def new_store(self) -> Store:
+        """A connection of its own to the rendezvous store, for a thread that looks on."""
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
 
     def close(self) -> None:
         """Leave the group. Every rank calls it once, after rank 0 has said that it is over."""

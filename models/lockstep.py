@@ -181,7 +181,8 @@ def follow(ranks: Ranks, target: Target, drafter: Drafter | None) -> None:
         if op is Op.STOP:
             return
         if op is Op.SLOTS:
-            slots[reader.one()] = torch.tensor(reader.rest(), dtype=torch.int64, device=ranks.device)
+            handle = reader.one()
+            slots[handle] = torch.tensor(reader.rest(), dtype=torch.int64, device=ranks.device)
         elif op is Op.FORGET:
             for handle in reader.rest():
                 slots.pop(handle, None)
