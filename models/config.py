@@ -238,11 +238,16 @@ def agreed(*said: tuple[str, Any]) -> Any:
 
 
 def _difference(first: Any, second: Any) -> tuple[Any, Any]:
-    """Two objects reduced to the fields in which they differ; anything else as it is."""
+    """Two objects reduced to the fields in which they differ, the shortest first; anything else as it is."""
     if not (isinstance(first, dict) and isinstance(second, dict)):
         return first, second
     same = {name for name in first.keys() & second.keys() if first[name] == second[name]}
-    return {name: first[name] for name in first.keys() - same}, {name: second[name] for name in second.keys() - same}
+    return _shortest_first(first, same), _shortest_first(second, same)
+
+
+def _shortest_first(fields: dict[str, Any], left_out: set[str]) -> dict[str, Any]:
+    names = sorted(fields.keys() - left_out, key=lambda name: (len(repr(fields[name])), name))
+    return {name: fields[name] for name in names}
 
 
 def _check_kind(config: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
