@@ -427,7 +427,8 @@ def eagle3() -> ModuleType:
     """speculators' own model. Its plain install pulls in torchvision, datasets and a transformers older than the target
     oracle's, so it is no requirement: `pip install --no-deps speculators loguru` is enough here, and what only its data
     pipeline imports is stood in for."""
-    pytest.importorskip("speculators", reason="speculators is not installed (pip install --no-deps speculators loguru)")
+    if importlib.util.find_spec("speculators") is None:
+        pytest.skip("speculators is not installed: pip install --no-deps speculators loguru")
     for name in ("datasets", "hs_connectors", "aiohttp", "pydantic_settings"):
         if importlib.util.find_spec(name) is None:
             sys.modules[name] = MagicMock(__spec__=None)
