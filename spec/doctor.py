@@ -34,6 +34,9 @@ MIN_ROOTS = 200
 """A dozen blocks: fewer make the error of a gain a guess."""
 Z = 4.0
 """Errors that a gain must exceed: some 100 hypotheses at a one-sided 3e-5 accuse one healthy drafter in 300."""
+Z_BETWEEN = 3.0
+"""The same between two readings of a drafter that is at fault anyway; below Z_ALIKE they can't be told apart."""
+Z_ALIKE = 2.0
 MIN_GAIN = 0.02
 MIN_NATS = 0.01
 """Tokens per step, and nats per token, below which nobody would mind."""
@@ -41,9 +44,9 @@ LEAST_LOG_PROB = -10.0
 """A choice given less is as wrong as can be; a few much lower ones would drown the mean in their error."""
 MAX_CHANGES = 3
 SCREEN_ROOTS = 100
-KEPT = 3
-"""Most of a grid is hopeless, which so many roots tell; those not surely worse than the best there, and in any case so
-many, are scored on the whole recording. It saves three quarters of the time."""
+KEPT = 3, 12
+"""Most of a grid is hopeless, which so many roots tell: only those not surely worse than the best there, at least and
+at most so many, are scored on the whole recording. It saves three quarters of the time."""
 
 
 class RecordingError(ValueError):
@@ -111,14 +114,18 @@ class Gain:
 
     least: float = MIN_GAIN
 
+    def exceeds(self, errors: float) -> bool:
+        """Whether it is more than so many errors, and than nothing."""
+        return self.mean >= self.least and self.mean > errors * self.error
+
     @property
     def is_sure(self) -> bool:
-        return self.mean >= self.least and self.mean > Z * self.error
+        return self.exceeds(Z)
 
     @property
     def is_noise(self) -> bool:
         """Whether the two can't be told apart."""
-        return abs(self.mean) < self.least or abs(self.mean) < Z / 2 * self.error
+        return abs(self.mean) < self.least or abs(self.mean) < Z_ALIKE * self.error
 
 
 @dataclass(frozen=True, eq=False)
@@ -322,7 +329,7 @@ class _Search:
         found.sort(key=_rank, reverse=True)
         best = max([*found[:1], result], key=_rank).score
         for index, screened in enumerate(found):
-            hopeless = index >= KEPT and not _may_be_as_good(screened.score, best)
+            hopeless = index >= KEPT[0] and (index >= KEPT[1] or not _may_be_as_good(screened.score, best))
             self.results += [screened] if hopeless else self._score(screened.changes, self.recording)
 
     def _score(self, changes: tuple[Change, ...], recording: Recording) -> list[Result]:
@@ -338,16 +345,16 @@ class _Search:
         return [Result(changes, reading, scored, *gains, is_whole)]
 
     def likeliest(self) -> Result:
-        """Of the readings that are surely better than the drafter as wired and than which none is surely better, by
+        """Of the readings that are surely better than the drafter as wired and than which none is clearly better, by
         tokens per step and then by log-probability: the one with the fewest changes, of equals the most probable. The
         base when none is better."""
         ranked = sorted(self.results, key=_rank, reverse=True)
         better = [r for r in ranked if r.is_whole and _surely_better(r.score, self.base.score)]
         if not better:
             return self.base
-        near = [r for r in better if not better[0].score.gain_over(r.score).is_sure]
+        near = [r for r in better if not better[0].score.gain_over(r.score).exceeds(Z_BETWEEN)]
         first = max(near, key=lambda r: r.score.log_prob)
-        equal = [r for r in near if not first.score.log_prob_over(r.score).is_sure]
+        equal = [r for r in near if not first.score.log_prob_over(r.score).exceeds(Z_BETWEEN)]
         return min(equal, key=lambda r: (len(r.changes), -r.score.log_prob))
 
 

@@ -136,7 +136,8 @@ def _listed(boundaries: tuple[int, ...]) -> str:
 
 
 def _boundaries(reading: Reading, setting: Setting) -> Iterator[Change]:
-    """Shifts of the whole list, each tap elsewhere, other orders, the usual default, the last state's kind."""
+    """Shifts of the whole list, each tap a layer off or at an end, other orders, the usual default, the last state's
+    kind."""
     now, seen = reading.config.boundaries, {reading.config.boundaries}
     for new, cause, convention in _lists(now, setting):
         if new in seen or not set(new) <= set(setting.recorded) or len(set(new)) < len(new):
@@ -166,8 +167,9 @@ def _lists(now: tuple[int, ...], setting: Setting) -> Iterator[tuple[tuple[int, 
     usual = tuple(default_inputs(setting.target.num_hidden_layers))
     if len(usual) == len(now):
         yield usual, f"boundaries {_listed(now)} are read but it was trained on the default {_listed(usual)}", ""
+    ends = {0, setting.target.num_hidden_layers}
     for tap, old in enumerate(now):
-        for b in setting.recorded:
+        for b in sorted({old - 1, old + 1, *ends}):
             cause = f"state {tap + 1} of {len(now)} is read at boundary {old} but was trained at {b}"
             yield (*now[:tap], b, *now[tap + 1 :]), cause, ""
 
@@ -257,7 +259,8 @@ def _capture(reading: Reading, setting: Setting) -> Iterator[Change]:
         if ranks != reading.num_ranks:
             words = ["full sums" if n == 1 else f"partial sums of {n} ranks" for n in (reading.num_ranks, ranks)]
             cause = f"the states are {words[0]} here, but were captured as {words[1]} in training"
-            remedy = "capture the training states after the all-reduce, and train it again"
+            late = "capture the states behind the all-reduce that the next layer's norm is fused with"
+            remedy = late if ranks == 1 else f"train it again on full sums: {late}"
             yield Change("capture", words[1], replace(reading, num_ranks=ranks), cause, remedy, False)
     factor = setting.target.routed_scaling_factor
     for scale in {1.0, 1 / factor} - {reading.scale}:

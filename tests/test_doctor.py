@@ -1,0 +1,350 @@
+"""The doctor: a healthy drafter is left alone, injected faults are named, and its reports can be read by machines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.faults import FAULTS, Fault, outcome, write_faulty
+from minieagle import diagnosis
+from minieagle.diagnosis import Report, judge, ranked_causes
+from minieagle.heatmap import page
+from minieagle.llm import embedded
+from minieagle.models.eagle3 import Drafter
+from minieagle.spec.checks import check_fusion, check_vocabulary, check_weights, looks_random
+from minieagle.spec.doctor import (
+    MIN_ROOTS,
+    NUM_STEPS,
+    Diagnosis,
+    Recording,
+    RecordingError,
+    Score,
+    captured_states,
+    diagnose,
+    score,
+)
+from minieagle.spec.hypotheses import D2T, Reading, Setting, Unreadable, boundaries_needed, grid, reread
+from minieagle.spec.observe import observe_texts
+from minieagle.spec.walk import walk
+from minieagle.spec.wiring import FILE, Wiring, open_drafter, read_wiring
+from tests.embedded import target, tokenizer
+
+
+@cache
+def loaded() -> tuple[Drafter, Wiring]:
+    return open_drafter(embedded("drafter"), target(), dtype=torch.float32, max_positions=512)
+
+
+@cache
+def recording() -> Recording:
+    """The target's greedy texts of four prompts, all boundaries kept."""
+    passages = diagnosis.written(target(), tokenizer())[:4]
+    drafter, _ = loaded()
+    boundaries = boundaries_needed(drafter.config, target().config.num_hidden_layers)
+    texts = observe_texts(target(), [passage.tokens for passage in passages], boundaries)
+    return Recording(boundaries, texts, tuple(passage.prompt_len for passage in passages))
+
+
+def wired() -> Reading:
+    return Reading(config=loaded()[0].config)
+
+
+def setting() -> Setting:
+    return Setting(target().config, recording().boundaries)
+
+
+def scored(reading: Reading) -> Score:
+    return score(reread(loaded()[0], target(), wired(), reading), reading, recording())
+
+
+@cache
+def healthy() -> tuple[Diagnosis, Report]:
+    drafter, wiring = loaded()
+    found, findings = judge(target(), drafter, wiring, recording(), embedded("drafter"), max_changes=1)
+    causes = ranked_causes(found, findings)
+    report = Report(model="t", drafter="d", diagnosis=found, findings=tuple(findings), causes=causes)
+    return found, replace(report, num_positions=recording().num_roots)
+
+
+# Scores
+
+
+def test_chains_are_those_that_the_engine_drafts():
+    # Independent: the offline walk drafts by the serving functions from committed caches, each fed its own last draft.
+    text, first = recording().texts[0], recording().first[0]
+    lengths = scored(wired()).lengths.int().tolist()[: recording().roots(0).stop - first]
+    position, num_steps = first + 1, 0
+    while position - 1 - first < len(lengths):
+        position, num_steps = position + 1 + lengths[position - 1 - first], num_steps + 1
+    online = walk(target(), loaded()[0], text.tokens.tolist()[: position + 1], first + 1, NUM_STEPS)
+    assert (online.num_steps, online.num_tokens) == (num_steps, position - first - 1)
+
+
+@given(st.integers(0, 2**31))
+@settings(max_examples=20)
+def test_a_gain_is_its_mean_and_vanishes_against_itself(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    hits = torch.rand(60, NUM_STEPS, generator=generator) < 0.7
+    one = Score(hits, torch.randn(60, NUM_STEPS, generator=generator), torch.arange(60) // 16)
+    other = replace(one, hits=torch.rand(60, NUM_STEPS, generator=generator) < 0.7)
+    assert one.gain_over(one).mean == one.gain_over(one).error == 0
+    assert one.gain_over(other).mean == pytest.approx(one.tokens_per_step - other.tokens_per_step, abs=1e-5)
+
+
+@given(st.integers(0, 2**31))
+@settings(max_examples=30)
+def test_noise_is_no_sure_gain(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    hits = torch.rand(2, 320, NUM_STEPS, generator=generator) < 0.7
+    flat, blocks = torch.zeros(320, NUM_STEPS), torch.arange(320) // 16
+    assert not Score(hits[0], flat, blocks).gain_over(Score(hits[1], flat, blocks)).is_sure
+
+
+def test_a_real_gain_is_sure():
+    hits, flat, blocks = torch.ones(320, NUM_STEPS).bool(), torch.zeros(320, NUM_STEPS), torch.arange(320) // 16
+    worse = hits.clone()
+    worse[::4, 1] = False
+    assert Score(hits, flat, blocks).gain_over(Score(worse, flat, blocks)).is_sure
+
+
+def test_a_short_text_is_refused():
+    with pytest.raises(RecordingError, match=f"{MIN_ROOTS} are needed"):
+        recording().screen().check()
+
+
+# Readings
+
+
+def test_the_same_reading_is_the_same_drafter():
+    again = reread(loaded()[0], target(), wired(), wired())
+    rows = torch.randn(5, 3, 256, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(again.fuse(rows), loaded()[0].fuse(rows))
+    assert torch.equal(again.target_ids, loaded()[0].target_ids)
+
+
+def test_every_change_of_the_grid_is_another_reading_with_words():
+    changes = list(grid(wired(), setting()))
+    assert len({change.reading for change in changes} | {wired()}) == len(changes) + 1
+    assert all(change.cause and change.remedy and change.name for change in changes)
+
+
+def test_the_grid_has_every_aspect():
+    aspects = {change.aspect for change in grid(wired(), setting())}
+    assert aspects >= {
+        *("boundaries", "last state", "norm_output", "norm_before_residual", "rope_style", "rope_theta", "yarn"),
+        *("tokens", "states", "d2t", "lm_head", "input halves", "input norms", "capture", "scale"),
+    }
+
+
+@pytest.mark.parametrize("kind", D2T)
+def test_d2t_is_read_by_its_definition(kind: str):
+    ids = torch.arange(2048)
+    raw = loaded()[0].target_ids - ids
+    wanted = {"offset": ids + raw, "absolute": raw, "identity": ids}
+    wanted |= {"offset, one too low": ids + raw + 1, "offset, one too high": ids + raw - 1}
+    reading = replace(wired(), d2t=kind)
+    if int(wanted[kind].min()) < 0 or int(wanted[kind].max()) >= 4096:
+        with pytest.raises(Unreadable):
+            reread(loaded()[0], target(), wired(), reading)
+    else:
+        assert torch.equal(reread(loaded()[0], target(), wired(), reading).target_ids, wanted[kind])
+
+
+def test_a_reading_needs_its_weights():
+    config = replace(wired().config, fc_norm=True)
+    with pytest.raises(Unreadable, match="fc_norms"):
+        reread(loaded()[0], target(), wired(), replace(wired(), config=config))
+
+
+def test_what_a_rank_holds_lies_between_two_boundaries():
+    text, boundaries = recording().texts[0], recording().boundaries
+    full = captured_states(text, boundaries, wired())
+    half = captured_states(text, boundaries, replace(wired(), num_ranks=2))
+    before = replace(wired(), config=replace(wired().config, boundaries=(1, 4, 7)))
+    torch.testing.assert_close(half, (full + captured_states(text, boundaries, before)) / 2)
+
+
+def test_boundaries_to_record_stay_few_for_a_deep_target():
+    config = replace(loaded()[0].config, boundaries=(2, 30, 58))
+    needed = boundaries_needed(config, 61)
+    assert {0, 1, 2, 3, 29, 30, 31, 57, 58, 59, 60, 61} <= set(needed)
+    assert len(needed) < 20
+
+
+# Verdicts
+
+
+def test_a_healthy_drafter_is_reported_healthy():
+    found, report = healthy()
+    assert found.is_healthy
+    assert report.verdict == "healthy"
+    assert found.results[0] is found.base
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_refused_by_name_or_among_the_first_two_causes(fault: Fault, folder: Path):
+    found = outcome(fault, target(), recording(), folder, max_changes=fault.num_changes)
+    print(f"{fault.name:45s} {found.how:16s} {found.words[:110]}")
+    assert found.is_found, found.words
+
+
+def test_the_matrix_has_twenty_faults_and_no_fault_twice():
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 20
+    assert sum(not fault.refused for fault in FAULTS) >= 12
+
+
+# Checks without a model run
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+def test_random_matrices_look_random_and_trained_ones_do_not():
+    assert looks_random(drawn(256, 768)) and looks_random(drawn(200, 100) * 0.02)
+    assert looks_random(torch.rand(300, 300, generator=torch.Generator().manual_seed(1)) - 0.5)
+    trained = [p for p in loaded()[0].parameters() if p.dim() == 2]
+    assert len(trained) == 6 and not any(map(looks_random, trained))
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ({"fc": torch.tensor([[1.0, torch.nan]])}, "fc holds NaN"),
+        ({"fc": torch.tensor([[1.0, torch.inf]])}, "fc holds NaN or infinity"),
+        ({"o": torch.zeros(3, 3)}, "o is all zeros"),
+        ({"norm": torch.ones(8)}, "norm: all ones"),
+        ({"up": drawn(128, 128)}, "up looks untrained"),
+    ],
+)
+def test_a_weight_that_cannot_be_right_is_a_fault(weights: dict[str, torch.Tensor], words: str):
+    (finding,) = check_weights(weights)
+    assert finding.is_fault and words in finding.sentence
+
+
+def test_one_norm_of_ones_among_others_is_a_note():
+    (finding,) = check_weights({"norm": torch.ones(8), "hidden_norm": torch.full((8,), 1.5)})
+    assert not finding.is_fault
+
+
+def test_the_embedded_weights_pass():
+    assert not [finding for finding in check_weights(dict(loaded()[0].named_parameters())) if finding.is_fault]
+
+
+def test_a_vocabulary_of_other_text_is_a_fault():
+    variant = reread(loaded()[0], target(), wired(), wired())
+    assert [finding.is_fault for finding in check_vocabulary(variant, recording())] == [False]
+    variant.target_ids = torch.arange(2000, 4048)
+    assert any(finding.is_fault for finding in check_vocabulary(variant, recording()))
+
+
+def test_a_rotated_stream_no_longer_goes_with_fc():
+    assert not list(check_fusion(loaded()[0], recording()))
+    rotation = torch.linalg.qr(drawn(256, 256)).Q
+    rotated = [replace(text, captured=text.captured.float() @ rotation) for text in recording().texts]
+    (finding,) = check_fusion(loaded()[0], replace(recording(), texts=rotated))
+    assert "rotated" in finding.sentence
+
+
+# The command
+
+
+def options(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    diagnosis.add_options(parser)
+    return parser.parse_args(words)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command without its grid: the drafter as wired only."""
+    monkeypatch.setattr(diagnosis, "diagnose", partial(diagnose, max_changes=0))
+    monkeypatch.setattr(diagnosis, "record", lambda *_: recording())
+    monkeypatch.setattr(diagnosis, "written", lambda *_: [1])
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_healthy_drafter_exits_with_0_and_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert diagnosis.run(options("--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html"))) == 0
+    assert "healthy" in capsys.readouterr().out
+    assert json.loads((tmp_path / "r.json").read_text())["verdict"] == "healthy"
+    assert "healthy" in (tmp_path / "r.html").read_text()
+
+
+@pytest.mark.usefixtures("quick")
+def test_json_on_standard_output_stands_alone(capsys: pytest.CaptureFixture[str]):
+    assert diagnosis.run(options("--json", "-")) == 0
+    assert json.loads(capsys.readouterr().out)["readings"][0]["reading"] == "as wired"
+
+
+def faulty(name: str, folder: Path) -> Path:
+    return write_faulty(next(fault for fault in FAULTS if fault.name == name), target(), folder)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_refused_drafter_exits_with_1_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    directory = faulty("a number that is none", tmp_path)
+    assert diagnosis.run(options("--drafter", str(directory), "--json", str(tmp_path / "r.json"))) == 1
+    assert "refused: " in capsys.readouterr().out
+    assert "NaN" in json.loads((tmp_path / "r.json").read_text())["refusal"]
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("name", ["layer ids without convention", "no ids at all"])
+def test_undecided_boundaries_are_measured_and_a_fault(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert diagnosis.run(options("--drafter", str(faulty(name, tmp_path)))) == 1
+    assert "don't say which states it reads" in capsys.readouterr().out
+
+
+def test_a_streamed_target_needs_a_text():
+    with pytest.raises(ValueError, match="--text FILE"):
+        diagnosis.run(options("--stream-layers"))
+
+
+def test_a_page_fetches_nothing_and_shows_every_reading():
+    _, report = healthy()
+    text = page(report.to_json())
+    assert not any(word in text for word in ("http:", "https:", "<script", "src=", "url(", "@import"))
+    assert text.count("<rect") == NUM_STEPS * len(report.to_json()["readings"])
+
+
+def test_a_page_escapes_what_it_is_given():
+    assert "<b>" not in page(Report(model="<b>", drafter="d", refusal="<b>").to_json())
+
+
+def test_json_is_plain_and_ranked():
+    report = json.loads(json.dumps(healthy()[1].to_json()))
+    gains = [reading["gain"] for reading in report["readings"]]
+    assert gains == sorted(gains, reverse=True) and len(gains) > 40
+
+
+def test_fix_writes_a_contract_that_loads(tmp_path: Path):
+    directory = faulty("post-norm state fed back", tmp_path)
+    drafter, wiring = open_drafter(directory, target(), dtype=torch.float32, max_positions=512)
+    found, findings = judge(target(), drafter, wiring, recording(), directory, max_changes=1)
+    report = Report(model="t", drafter="d", diagnosis=found, causes=ranked_causes(found, findings))
+    assert diagnosis.fix(report, directory, target(), wiring, options()) is not None
+    stated = read_wiring(directory, target().config)
+    assert stated.config.norm_output is False and stated.golden is not None
+
+
+def test_fix_leaves_alone_what_no_wiring_mends(tmp_path: Path):
+    shutil.copytree(embedded("drafter"), tmp_path / "d")
+    found, report = healthy()
+    report = replace(report, causes=(*ranked_causes(found, list(check_weights({"o": torch.zeros(2, 2)}))),))
+    assert diagnosis.fix(report, tmp_path / "d", target(), loaded()[1], options()) is None
+    assert not (tmp_path / "d" / FILE).exists()
