@@ -23,7 +23,7 @@ from minieagle.models.checkpoint import CheckpointError, Progress, tensor_in
 from minieagle.models.files import FileError, open_plain
 from minieagle.models.headers import Stored
 
-RUN_BYTES = 2**25
+RUN_BYTES = 2**23
 """The most that is read in one go, unless a single tensor is larger."""
 
 

@@ -21,6 +21,7 @@ from minieagle.models.deepseek import Block
 from minieagle.models.layers import Linear, RMSNorm
 from minieagle.models.readahead import ReadAhead
 from minieagle.models.rope import RotaryTable
+from minieagle.models.shards import WHOLE
 from minieagle.models.target_weights import fill_block, give_back_memory, open_target
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -30,9 +31,10 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 class StreamedTarget:
     """A target on disk. Mutable only in that the final norm and the head stay once they have been read.
 
-    It has what a Target has but `forward`: config, dtype, device, rotary, embed, head, norm, lm_head, embed_tokens
-    ([V, hidden], mapped and in the type of the file). dtype: None keeps the checkpoint's; max_positions sizes the
-    rotary table, None takes the config's limit. Raises ConfigError or CheckpointError naming what is wrong.
+    It has what a Target has but `forward`: config, dtype, device, shards (it is never cut over ranks), rotary, embed,
+    head, norm, lm_head, embed_tokens ([V, hidden], mapped and in the type of the file). dtype: None keeps the
+    checkpoint's; max_positions sizes the rotary table, None takes the config's limit. Raises ConfigError or
+    CheckpointError naming what is wrong.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class StreamedTarget:
     ) -> None:
         self.directory = directory
         self.config, fill = open_target(directory, dtype, device)
-        self.dtype, self.device = fill.dtype, fill.device
+        self.dtype, self.device, self.shards = fill.dtype, fill.device, WHOLE
         self._ends: tuple[RMSNorm, Linear] | None = None
         self._parts(fill.checkpoint)  # refuses unknown tensors before anything is read
         self.embed_tokens = fill.view(EMBEDDING, (self.config.vocab_size, self.config.hidden_size)).to(self.device)
