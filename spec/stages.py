@@ -34,14 +34,16 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from minieagle.models.deepseek import Target
 from minieagle.models.eagle3 import Drafter
 from minieagle.models.rows import Rows, Span
+from minieagle.spec.observe import Source, observe_texts
 
 Phase = Literal["prefill", "chunk", "decode", "verify", "extend"]
 NUM_FIRST = 8
 """Values of a row that a line shows; enough to tell a shift from a scale from noise."""
 DEFAULT_STEPS = "0-15"
+LOGIT_ROWS = 64
+"""Logits that `trace_text` holds at once: 42 MB with a vocabulary of 163,840."""
 
 
 class TraceError(ValueError):
@@ -160,8 +162,8 @@ class Place:
     def at(self, indices: Iterable[int]) -> Place:
         """Some of the rows, in the order given."""
         chosen = tuple(indices)
-        rows, positions, kept = (tuple(x[i] for i in chosen) for x in (self.rows, self.positions, self.kept))
-        return Place(self.request, self.phase, rows, positions, kept)
+        rows, positions = tuple(self.rows[i] for i in chosen), tuple(self.positions[i] for i in chosen)
+        return Place(self.request, self.phase, rows, positions, tuple(self.kept[i] for i in chosen))
 
 
 class Trace:
@@ -257,26 +259,26 @@ def _number(value: float) -> float | str:
 
 
 @torch.inference_mode()
-def trace_text(target: Target, drafter: Drafter, tokens: Sequence[int], trace: Trace, *, request: int = 0) -> None:
-    """Trace a teacher-forced pass over a text, as training sees it: all rows at once through the target, then rows
-    0 .. len - 2 through the drafter with the tokens behind them. `request`: the engine's number of the same text.
-    The lines compare with an engine's over the same tokens."""
+def trace_text(source: Source, drafter: Drafter, tokens: Sequence[int], trace: Trace, *, request: int = 0) -> None:
+    """Trace a teacher-forced pass over a text by the functions that training and the doctor use (observe.py), with the
+    target in memory or streamed: all rows through the target, then rows 0 .. len - 2 through the drafter with the
+    tokens behind them. Compares with an engine's trace of the same tokens, whose request number `request` is.
+
+    Raises TraceError for fewer than 2 tokens, TextError for tokens that the target can't run.
+    """
     if len(tokens) < 2:
         raise TraceError(f"a text of {len(tokens)} tokens has no row to draft from: trace at least 2")
     trace.begin()
-    ids, boundaries = torch.tensor(tokens, device=target.device), drafter.config.boundaries
-    slots = torch.arange(1, 1 + len(tokens), device=target.device)
-    cache, num_layers = target.new_cache(1 + len(tokens)), target.config.num_hidden_layers
-    rows = Rows.of(ids, [Span(slots, 0, len(tokens))])
-    out = target(rows, cache, boundaries=boundaries + trace.extra(num_layers))
+    boundaries, num_layers = drafter.config.boundaries, source.config.num_hidden_layers
+    (seen,) = observe_texts(source, [tokens], (*boundaries, *trace.extra(num_layers), num_layers))
     place = Place.chain(request, "prefill", 0, len(tokens))
-    trace.states(place, out.captured, boundaries, num_layers)
-    trace.rows("verify logits", place, out.logits)
-    trace.rows("cache keep", place, cache.data[:, slots].transpose(0, 1))
-    captured = out.captured[:-1, : len(boundaries)]
+    trace.states(place, seen.captured[:, :-1], boundaries, num_layers)
+    for rows in torch.arange(len(tokens)).split(LOGIT_ROWS):
+        trace.rows("verify logits", place.at(rows.tolist()), source.head(seen.captured[rows, -1]))
+    captured, num_rows = seen.captured[:-1, : len(boundaries)], len(tokens) - 1
     fused = drafter.fuse(captured)
-    draft_rows = Rows.of(ids[1:], [Span(slots, 0, len(tokens) - 1)])
-    drafted = drafter(draft_rows, fused, drafter.new_cache(len(tokens)))
-    place = Place.chain(request, "extend", 0, len(tokens) - 1)
+    slots = torch.arange(1, 1 + num_rows, device=source.device)
+    drafted = drafter(Rows.of(seen.tokens[1:], [Span(slots, 0, num_rows)]), fused, drafter.new_cache(1 + num_rows))
+    place = Place.chain(request, "extend", 0, num_rows)
     trace.drafted(place, captured, fused, drafted.states)
     trace.rows("draft logits", place, drafted.logits)
