@@ -346,8 +346,9 @@ def run(options: argparse.Namespace) -> int:
         found = survey_drafter(options.directory, stored, options.model)
         _print(options.json, found, lambda: _drafter_tables(console, found))
         return 0
-    cuts = [] if options.tp is None else cut_table(options.directory, stored, options.tp)
-    sizes = sorted({*TP_SIZES, *([options.tp] if options.tp else [])})
+    tp: int | None = options.tp
+    cuts = [] if tp is None else cut_table(options.directory, stored, tp)
+    sizes = sorted({*TP_SIZES, tp or 1})
     seen = survey(options.directory, stored, tp_sizes=sizes)
     content = asdict(seen) | {"unlisted_files": list(unlisted), "cuts": cuts}
     _print(options.json, content, lambda: _target_tables(console, seen, unlisted, cuts))

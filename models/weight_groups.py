@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,20 +91,44 @@ def weight_faults(groups: Sequence[Group], config: TargetConfig) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     wanted = published_shapes(config)
-    present = {found.weight: found for found in groups if found.weight_shape is not None}
-    misshapen = [
-        f"{name} has shape {list(present[name].weight_shape or ())}, the config asks for {list(shape)}"
-        for name, shape in wanted.items()
-        if name in present and present[name].weight_shape != shape
-    ]
-    incomplete = [name for name in wanted if name in present and present[name].num != _num_wanted(name, config)]
+    present: dict[str, list[Group]] = {}
+    for found in groups:
+        if found.weight_shape is not None:
+            present.setdefault(found.weight, []).append(found)
+    names = {found.name for found in groups}
     lines = [
-        ("missing", [name for name in wanted if name not in present] + incomplete),
-        ("of another shape", misshapen),
+        ("missing", [name for name in wanted if name not in present]),
+        ("missing", list(_incomplete(present, config))),
+        ("of another shape", list(_misshapen(present, wanted))),
+        ("of a type that isn't read", [f"{g.name} of {g.dtype}" for g in groups if not _is_readable(g, names)]),
         ("without a place in the model", sorted({g.name for g in groups if g.weight not in wanted})),
     ]
-    return [f"{len(names)} weights {what}: {names[0]}" for what, names in lines if names]
+    return [f"{what}: {faulty[0]}{_more(len(faulty) - 1)}" for what, faulty in lines if faulty]
 
 
-def _num_wanted(name: str, config: TargetConfig) -> int:
-    return config.n_routed_experts if ".mlp.experts." in name else 1
+def _more(count: int) -> str:
+    return f" and {count} more" if count else ""
+
+
+def _incomplete(present: Mapping[str, Sequence[Group]], config: TargetConfig) -> Iterator[str]:
+    for name, found in present.items():
+        count, wanted = sum(g.num for g in found), config.n_routed_experts
+        if ".mlp.experts." in name and count != wanted:
+            yield f"{name} ({count} of {wanted} experts)"
+
+
+def _misshapen(present: Mapping[str, Sequence[Group]], wanted: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    for name, shape in wanted.items():
+        for found in present.get(name, ()):
+            if found.weight_shape != shape:
+                yield f"{name} has shape {list(found.weight_shape or ())}, the config asks for {list(shape)}"
+
+
+def _is_readable(found: Group, names: Container[str]) -> bool:
+    """Whether the engine reads a weight of this type: floats, FP8 with its scales, words of INT4."""
+    if found.weight_shape is None:
+        return True
+    if found.name.endswith("_packed"):
+        return found.dtype == torch.int32
+    scaled = found.dtype == torch.float8_e4m3fn and f"{found.name}_scale_inv" in names
+    return scaled or (found.dtype.is_floating_point and found.dtype.itemsize > 1)

@@ -296,7 +296,8 @@ def test_what_may_not_be_read_is_named(name: str, tmp_path: Path) -> None:
 
 def test_entries_may_be_links_as_in_a_cache_of_a_hub(tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "main"
-    blobs.mkdir(), snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
     indexed(blobs, {"a": "one.safetensors", "b": "two.safetensors"})
     for path in blobs.iterdir():
         (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)

@@ -1,11 +1,14 @@
 """`minieagle quantize`: other engines read the same weights out of it, bit for bit, and ours computes with them."""
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DeepseekV3ForCausalLM
@@ -178,3 +181,100 @@ def test_the_rest_of_the_directory_comes_along(tmp_path: Path) -> None:
     ours, theirs = (json.loads((tmp_path / d / "config.json").read_text()) for d in ("int4", "plain"))
     assert ours["quantization_config"]["quant_method"] == "compressed-tensors"
     assert {key: value for key, value in ours.items() if key != "quantization_config"} == theirs
+
+
+# ---- sources that can't be quantised, and runs that end early
+
+
+def spoil(directory: Path, change: Callable[[Tensors], object]) -> Path:
+    """A plain model with changed tensors."""
+    save_target(directory)
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+EXPERT, NORM = "model.layers.1.mlp.experts.3.up_proj.weight", "model.layers.2.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors[EXPERT].view(-1)[7].fill_(math.nan), f"{EXPERT} holds NaN"),
+        (lambda tensors: tensors[NORM][0].fill_(math.inf), f"{NORM} holds NaN or infinity"),
+        (lambda tensors: tensors.pop(EXPERT), "missing: model.layers.1.mlp.experts.up_proj.weight .7 of 8"),
+        (lambda tensors: tensors.pop(NORM), f"missing: {NORM}"),
+        (
+            lambda tensors: tensors.update({EXPERT: tensors[EXPERT].to(torch.int8)}),
+            "weight of torch.int8",
+        ),
+        (
+            lambda tensors: tensors.update({EXPERT: tensors[EXPERT].to(torch.float8_e4m3fn)}),
+            "weight of torch.float8",
+        ),
+        (lambda tensors: tensors.update({EXPERT: tensors[EXPERT][:-1].clone()}), "experts.up_proj.weight"),
+        (lambda tensors: tensors.update({"other": torch.zeros(1)}), "without a place in the model: other"),
+    ],
+)
+def test_a_spoiled_source_is_refused_by_name(change: Callable[[Tensors], object], words: str, tmp_path: Path) -> None:
+    with pytest.raises((ModelError, CheckpointError), match=words):
+        quantize_directory(spoil(tmp_path / "plain", change), tmp_path / "int4")
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"], "nothing is left behind"
+
+
+def test_a_target_inside_the_source_is_refused(tmp_path: Path) -> None:
+    plain = save_target(tmp_path / "plain")
+    (tmp_path / "link").symlink_to(plain)
+    for target in (plain / "int4", tmp_path / "link" / "int4"):
+        with pytest.raises(ModelError, match="lies inside"):
+            quantize_directory(plain, target)
+
+
+def test_an_empty_target_is_filled_and_a_file_is_not_replaced(tmp_path: Path) -> None:
+    plain = save_target(tmp_path / "plain")
+    (tmp_path / "empty").mkdir()
+    quantize_directory(plain, tmp_path / "empty")
+    assert (tmp_path / "empty" / "config.json").exists()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ModelError, match="not empty"):
+        quantize_directory(plain, tmp_path / "file")
+
+
+def test_an_interrupted_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    plain = save_target(tmp_path / "plain")
+    monkeypatch.setattr("minieagle.quantize.save_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_directory(plain, tmp_path / "int4")
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
+
+
+@pytest.mark.parametrize("last", ["minieagle.quantize.shutil.copyfile", "minieagle.quantize.os.replace"])
+def test_a_killed_run_leaves_no_target(last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed process cleans nothing up: what lies there then is under another name."""
+
+    def killed(*arguments: Any, **options: Any) -> None:
+        raise SystemExit
+
+    plain = save_target(tmp_path / "plain")
+    (plain / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(last, killed)
+    monkeypatch.setattr("minieagle.quantize.shutil.rmtree", lambda *arguments, **options: None)
+    with pytest.raises(SystemExit):
+        quantize_directory(plain, tmp_path / "int4")
+    (left,) = {path.name for path in tmp_path.iterdir()} - {"plain"}
+    assert left.startswith("int4.partial-")
+    assert last.endswith("replace") or not (tmp_path / left / "config.json").exists()
+
+
+def test_a_disk_that_is_full_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    plain = save_target(tmp_path / "plain")
+    monkeypatch.setattr("minieagle.quantize.save_file", full)
+    with pytest.raises(ModelError, match="model.safetensors can't be written: No space left"):
+        quantize_directory(plain, tmp_path / "int4")

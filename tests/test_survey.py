@@ -135,7 +135,7 @@ def faults(directory: Path) -> list[str]:
     return weight_faults(loaded(group(read_headers(directory)[0]), config)[0], config)
 
 
-@given(st.sampled_from(["drop", "add", "reshape", "nothing"]), st.data())
+@given(st.sampled_from(["drop", "add", "reshape", "retype", "nothing"]), st.data())
 def test_faults_are_what_loading_refuses(
     tiny: Path, tmp_path_factory: pytest.TempPathFactory, how: str, data: st.DataObject
 ) -> None:
@@ -143,6 +143,8 @@ def test_faults_are_what_loading_refuses(
     name = data.draw(st.sampled_from(sorted(tensors)))
     if how == "reshape":
         tensors[name] = torch.zeros(*tensors[name].shape, 1)
+    elif how == "retype":
+        tensors[name] = tensors[name].to(torch.int8)
     elif how == "add":
         tensors[f"{name}x"] = torch.zeros(1)
     elif how == "drop":
