@@ -14,8 +14,11 @@ Source of the failure classes: torchrun notices exits only, and sends SIGKILL 30
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
+import signal
+import socket
 import sys
 import threading
 import time
@@ -85,7 +88,7 @@ def _bytes_read() -> int:
     disk uses no processor and is not stuck."""
     try:
         with open("/proc/self/io", encoding="ascii") as file:
-            return sum(int(line.split()[1]) for line in file if line.startswith(("rchar", "read_bytes")))
+            return sum(int(line.split()[1]) for line in file if line.startswith("read_bytes"))
     except OSError:
         return 0
 
@@ -117,6 +120,7 @@ class Watch(threading.Thread):
         self._parent = os.getppid()
         self._stopped = threading.Event()
         store.set_timeout(_STORE_TIMEOUT)
+        store.set(f"minieagle/process/{rank}", f"{os.getpid()} {socket.gethostname()}")
 
     def stop(self) -> None:
         self._store.set(f"minieagle/left/{self._rank}", "1")
@@ -154,8 +158,16 @@ class Watch(threading.Thread):
         beat = self._store.get(key) if self._store.check([key]) else b""
         silent_s = self._pulses[rank].silent_s(beat)
         if silent_s > self._timeout_s:
+            self._kill(rank)
             return f"rank {rank} has given no sign of life for {silent_s:.0f} s: it is dead or stopped"
         return None
+
+    def _kill(self, rank: int) -> None:
+        """A stopped process of this host obeys no other signal, and the launcher would wait 30 s before it sends it."""
+        process_id, host = self._store.get(f"minieagle/process/{rank}").decode().split(" ", 1)
+        if host == socket.gethostname():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(int(process_id), signal.SIGKILL)
 
     def _end(self, fault: str) -> None:
         print(f"minieagle rank {self._rank}: {fault}; the job ends", file=sys.stderr, flush=True)

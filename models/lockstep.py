@@ -9,6 +9,7 @@ so that the others know it to be alive.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Sequence
@@ -112,10 +113,12 @@ class Lead:
         self._spoke.set()
 
     def _tick(self) -> None:
-        while not self._stopped:
-            if not self._spoke.wait(TICK_S) and not self._stopped:
-                self._say(Op.TICK)
-            self._spoke.clear()
+        """A connection that breaks here breaks for rank 0's own thread or its watch too, and they say so."""
+        with contextlib.suppress(RuntimeError):
+            while not self._stopped:
+                if not self._spoke.wait(TICK_S) and not self._stopped:
+                    self._say(Op.TICK)
+                self._spoke.clear()
 
     def _new_handle(self, thing: object) -> int:
         """A number for a tensor or cache, as long as it lives."""
