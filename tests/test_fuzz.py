@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -265,3 +266,74 @@ def test_any_directory_can_be_inspected(
     )
     options = argparse.Namespace(directory=places[0], json=as_json, tp=None, model=None)
     ends_well(lambda: survey.run(options), places[1])
+
+
+def drafter_header() -> dict[str, Any]:
+    """The header of a tiny drafter of the plain kind: hidden width 8, three states of a target as wide."""
+    shapes = {
+        "fc.weight": (8, 24),
+        "midlayer.input_layernorm.weight": (8,),
+        "midlayer.hidden_norm.weight": (8,),
+        "midlayer.post_attention_layernorm.weight": (8,),
+        "midlayer.self_attn.q_proj.weight": (8, 16),
+        "midlayer.self_attn.k_proj.weight": (4, 16),
+        "midlayer.self_attn.v_proj.weight": (4, 16),
+        "midlayer.self_attn.o_proj.weight": (8, 8),
+        "midlayer.mlp.gate_proj.weight": (16, 8),
+        "midlayer.mlp.up_proj.weight": (16, 8),
+        "midlayer.mlp.down_proj.weight": (8, 16),
+        "norm.weight": (8,),
+        "lm_head.weight": (10, 8),
+        "d2t": (10,),
+        "t2d": (20,),
+    }
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape)
+        header[name] = {"dtype": "U8", "shape": list(shape), "data_offsets": [start, end]}
+    return header
+
+
+FOREIGN = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "draft_vocab_size": 10,
+    "vocab_size": 20,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "max_position_embeddings": 64,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "use_aux_hidden_state": True},
+}
+SMALL_TARGET = TINY | {"hidden_size": 8, "vocab_size": 20}
+
+
+@settings(max_examples=150)
+@given(st.sampled_from([DRAFTER, FOREIGN]).flatmap(altered), altered(drafter_header()) | st.just(drafter_header()))
+def test_any_drafter_can_be_inspected(
+    places: tuple[Path, Path], config: dict[str, Any], header: dict[str, Any]
+) -> None:
+    """Alone, and beside a target."""
+    target = places[0] / "target"
+    target.mkdir(exist_ok=True)
+    (target / "config.json").write_text(json.dumps(SMALL_TARGET))
+    content = framed(header)[:-48] + bytes(sum(math.prod(entry["shape"]) for entry in drafter_header().values()))
+    put(
+        places[0],
+        config__json=json.dumps(config).encode(),
+        model__safetensors=content,
+        **{INDEX.replace(".", "__"): None},
+    )
+    for model in (None, target):
+        options = argparse.Namespace(directory=places[0], json=True, tp=None, model=model)
+        ends_well(lambda options=options: survey.run(options), places[1])
+
+
+def test_the_drafter_of_these_tests_is_one(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    content = framed(drafter_header())[:-48] + bytes(sum(math.prod(e["shape"]) for e in drafter_header().values()))
+    for config in (DRAFTER, FOREIGN):
+        put(places[0], config__json=json.dumps(config).encode(), model__safetensors=content)
+        assert survey.run(argparse.Namespace(directory=places[0], json=True, tp=None, model=None)) == 0
