@@ -9,8 +9,6 @@ Source: the variables that Hugging Face's chat templates are written for (`messa
 `add_generation_prompt`, the names of the special tokens), and `tools_ts_str`, which Kimi-K2.5's template prefers.
 """
 
-import json
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +18,7 @@ from typing import Any, Final
 from minieagle.errors import ModelError, RequestError
 from minieagle.family import TEMPLATES, Family
 from minieagle.guard import Guard
-from minieagle.messages import Message, check_text
+from minieagle.messages import Message, arguments_as_object, check_text
 from minieagle.model_file import read_text
 from minieagle.template import Template, TemplateFault
 from minieagle.typescript import tools_as_typescript
@@ -28,7 +26,6 @@ from minieagle.typescript import tools_as_typescript
 # What the engine itself passes, so that no switch may.
 _VARIABLES: Final = {"messages", "tools", "tools_ts_str", "documents", "add_generation_prompt"}
 _TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
-_NUMBERED: Final = re.compile(r"functions\..+:[0-9]+", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +75,11 @@ class Chat:
             conversation = replace(conversation, messages=_with_numbered_calls(conversation.messages))
         # Templates want a call's arguments as text, as the API has them, or as an object. On the wrong one they fail,
         # or quote the text once more.
-        has_calls = any("tool_calls" in message for message in conversation.messages)
+        calls = [call for message in conversation.messages for call in message.get("tool_calls", ())]
         try:
             return _render(markup, conversation, control_tokens, calls_as_objects=False)
         except RequestError:
-            if not has_calls:
+            if not calls or any(arguments_as_object(call["function"]["arguments"]) is None for call in calls):
                 raise
         return _render(markup, conversation, control_tokens, calls_as_objects=True)
 
@@ -179,8 +176,9 @@ def _with_numbered_calls(messages: Sequence[Message]) -> list[Message]:
     make up ids of their own would have the model imitate those."""
     numbered: dict[str, str] = {}
     for call in (call for message in messages for call in message.get("tool_calls", ())):
-        known = _NUMBERED.fullmatch(call["id"])
-        numbered[call["id"]] = call["id"] if known else f"functions.{call['function']['name']}:{len(numbered)}"
+        prefix = f"functions.{call['function']['name']}:"
+        known = call["id"].startswith(prefix) and call["id"].removeprefix(prefix).isdecimal()
+        numbered[call["id"]] = call["id"] if known else f"{prefix}{len(numbered)}"
     return [_with_ids(message, numbered) for message in messages]
 
 
@@ -264,21 +262,18 @@ def _seen_message(message: Message, *, where: str, guard: Guard, calls_as_object
 
 
 def _seen_call(call: Mapping[str, Any], where: str, guard: Guard, as_object: bool) -> dict[str, Any]:
-    function = call["function"]
-    name = guard.shown(function["name"], where, "tool call")
-    arguments = (
-        guard.data(_parsed(function["arguments"], f"{where}.function.arguments"))
-        if as_object
-        else guard.shown(function["arguments"], where, "tool call", verbatim=True)
-    )
-    return {"id": guard.text(call["id"]), "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _parsed(arguments: str, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise RequestError(f"{where} must be a JSON object: this model's chat template shows no other", param=where)
-    return value
+    """A call as the template sees it. An id that holds the name shows it too: Kimi's calls have no other name."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    call_id = guard.text(call["id"])
+    if name in call["id"]:
+        call_id = guard.shown(call["id"], where, "tool call", either=f"{where}.name")
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {
+            "name": guard.shown(name, where, "tool call", either=f"{where}.name"),
+            "arguments": guard.data(arguments_as_object(arguments))
+            if as_object
+            else guard.shown(arguments, where, "tool call", verbatim=True),
+        },
+    }

@@ -21,12 +21,14 @@ _START, _END, _CHAR = "1", "2", "3"
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """A text that the rendered whole must show: its marked form, where the caller wrote it and what it is."""
+    """A text that the rendered whole must show: its marked form, where the caller wrote it and what it is. Of those
+    with one `either`, one is enough."""
 
     marked: str
     where: str
     what: str
     verbatim: bool
+    either: str
 
 
 class Guard:
@@ -42,7 +44,7 @@ class Guard:
         """`text` with no control token's name in it."""
         return text.translate(self._replaced)
 
-    def shown(self, text: str, where: str, what: str, *, verbatim: bool = False) -> str:
+    def shown(self, text: str, where: str, what: str, *, verbatim: bool = False, either: str = "") -> str:
         """The same, to be found in the rendered whole: both its ends or, if `verbatim`, all of it and without quotes
         around. White space at its ends stays outside of the marks, for templates to trim; white space alone need not be
         shown."""
@@ -52,7 +54,7 @@ class Guard:
         before, after = text.split(core, 1)
         number = len(self._shown)
         marked = f"{self._mark(_START, number)}{self.text(core)}{self._mark(_END, number)}"
-        self._shown.append(Shown(marked=marked, where=where, what=what, verbatim=verbatim))
+        self._shown.append(Shown(marked=marked, where=where, what=what, verbatim=verbatim, either=either))
         return f"{before}{marked}{after}"
 
     def data(self, value: Any) -> Any:
@@ -65,13 +67,14 @@ class Guard:
 
     def missing(self, rendered: str) -> Shown | None:
         """The first text that `rendered` does not show; None when all are there."""
-        found = {(mark[1], int(mark[2])) for mark in self._marks.finditer(rendered)}
+        marks = {(mark[1], int(mark[2])) for mark in self._marks.finditer(rendered)}
+        whole = [{(_START, number), (_END, number)} <= marks for number in range(len(self._shown))]
         for number, shown in enumerate(self._shown):
-            if not {(_START, number), (_END, number)} <= found:
-                return shown
             if shown.verbatim and (shown.marked not in rendered or f'"{shown.marked}"' in rendered):
-                return shown
-        return None
+                whole[number] = False
+        enough = {shown.either for shown, seen in zip(self._shown, whole, strict=True) if seen} - {""}
+        unseen = (shown for shown, seen in zip(self._shown, whole, strict=True) if not seen)
+        return next((shown for shown in unseen if shown.either not in enough), None)
 
     def clear(self, rendered: str) -> str:
         """`rendered` with the caller's characters back and the wrapping gone."""

@@ -67,6 +67,15 @@ def check_text(text: object, where: str) -> str:
     return text
 
 
+def arguments_as_object(text: str) -> dict[str, Any] | None:
+    """A call's arguments as the object that their JSON text stands for; None when it stands for none, or a deep one."""
+    try:
+        value = _json(json.loads(text), "arguments")
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def _message(message: Mapping[str, Any], where: str) -> Message:
     if not isinstance(message, Mapping):
         raise RequestError(f'{where} must be an object with "role" and "content"', param=where)
@@ -138,7 +147,7 @@ def _call(call: object, where: str) -> dict[str, Any]:
         raise RequestError(f'{where} must be {{"id", "type": "function", "function": {{...}}}}', param=where)
     if call.get("type", "function") != "function":
         raise RequestError(f'{where}.type={call["type"]!r:.80}: only "function" is supported', param=f"{where}.type")
-    name = check_text(function.get("name"), f"{where}.function.name")
+    name = _name(function.get("name"), f"{where}.function.name")
     arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")
     call_id = check_text(call.get("id"), f"{where}.id")
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -149,6 +158,13 @@ def _arguments(arguments: object, where: str) -> str:
     if isinstance(arguments, Mapping):
         return json.dumps(_json(arguments, where), ensure_ascii=False)
     return check_text(arguments, where)
+
+
+def _name(name: object, where: str) -> str:
+    text = check_text(name, where)
+    if not text.strip():
+        raise RequestError(f"{where} is empty; name the tool", param=where)
+    return text
 
 
 def _check_links(messages: list[Message]) -> None:
@@ -187,8 +203,7 @@ def _tool(tool: object, where: str) -> dict[str, Any]:
         if not isinstance(function.get(name), kind):
             field = f"{where}.function.{name}"
             raise RequestError(f"{field}={function.get(name)!r:.80} must be {_WORDS[name]}", param=field)
-    if not function["name"].strip():
-        raise RequestError(f"{where}.function.name is empty; name the tool", param=f"{where}.function.name")
+    _name(function["name"], f"{where}.function.name")
     return data
 
 

@@ -76,14 +76,17 @@ class _Sandbox:
             self._process.communicate()
 
     def _running(self) -> subprocess.Popen[bytes]:
-        # A fork shares its parent's pipes, where two would read each other's replies: it gets a process of its own.
-        if self._process is None or self._owner != os.getpid():
-            # -P: the folder of sandbox.py, this package, must not be searched for modules.
-            command = [sys.executable, "-P", sandbox.__file__]
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            )
-            self._owner = os.getpid()
+        if self._process is not None and self._owner == os.getpid():
+            if self._process.poll() is None:
+                return self._process
+            self._process.communicate()  # it was killed while nobody asked: this closes its pipes
+        # None yet, a dead one, or a parent's, whose pipes a fork shares: two would read each other's replies. -P keeps
+        # the folder of sandbox.py, this package, off the path on which its imports are searched.
+        command = [sys.executable, "-P", sandbox.__file__]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        self._owner = os.getpid()
         return self._process
 
 

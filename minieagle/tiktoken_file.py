@@ -108,12 +108,16 @@ def _read_line(line: bytes, where: str) -> tuple[bytes, int]:
 
 
 def _merges(ranks: Mapping[bytes, int], path: Path) -> list[tuple[bytes, bytes]]:
-    """The last merge of every token that merging can reach, in order of rank."""
+    """The last merge of every token that merging can reach, in order of rank. A token without any two parts is one only
+    where it is all of a piece of text; one that is ranked before its parts no training makes, and no merges express."""
     work = sum(len(token) ** 2 for token in ranks)
     if work > MAX_MERGE_WORK:
         raise ModelError(f"{path}: its tokens are too long: {work} bytes squared of {MAX_MERGE_WORK}; copy it again")
-    found = (_last_merge(token, ranks) for token in ranks if len(token) > 1)
-    return [merge for merge in found if merge is not None]
+    merges = {token: _last_merge(token, ranks) for token in ranks if len(token) > 1}
+    for token, merge in merges.items():
+        if merge is None and any(token[:cut] in ranks and token[cut:] in ranks for cut in range(1, len(token))):
+            raise ModelError(f"{path}: the token {token!r:.80} is ranked before its parts; copy it again")
+    return [merge for merge in merges.values() if merge is not None]
 
 
 def _last_merge(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] | None:

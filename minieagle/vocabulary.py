@@ -58,8 +58,9 @@ def read_vocabulary(directory: Path, settings: Mapping[str, Any]) -> Vocabulary:
 def _vocabulary(spec: dict[str, Any], kind: Kind, path: Path) -> Vocabulary:
     tokens = _added_tokens(spec, path)
     table = _token_bytes(spec, path)
-    # Cutting and padding are the caller's to ask for: a prompt is refused when too long, never cut.
-    plain = _load({**spec, "added_tokens": [], "truncation": None, "padding": None}, path)
+    # A prompt is refused when too long, never cut, and it has the same ids each time: dropout is for training.
+    model = {**spec["model"], "dropout": None}
+    plain = _load({**spec, "model": model, "added_tokens": [], "truncation": None, "padding": None}, path)
     added = {token["content"]: token["id"] for token in tokens}
     return Vocabulary(
         kind=kind,
