@@ -126,6 +126,15 @@ def test_the_number_of_states_is_read_from_fc(taps: int, tmp_path: Path) -> None
     assert read.config.boundaries == tuple(ids)
 
 
+def test_speculators_define_their_ids_as_inputs(tmp_path: Path) -> None:
+    """The four taps of a user-trained qwen3-235b drafter, which no rule would read."""
+    config = published.speculators([2, 46, 91, 93], norm_before_fc=True, norm_output=True, norm_before_residual=True)
+    published.write(tmp_path, config, published.as_speculators(published.tensors(taps=4, norm_before_fc=True)))
+    read = read_wiring(tmp_path, target_config(TINY | {"num_hidden_layers": 94})).config
+    assert read.boundaries == (2, 46, 91, 93)
+    assert read.norm_output and read.norm_before_fc and read.norm_before_residual
+
+
 def test_speculators_of_several_layers_and_qwen_norms(tmp_path: Path) -> None:
     layer = {"num_hidden_layers": 2, "model_type": "qwen3"}
     config = published.speculators(DEFAULT["in"], layer=layer)
