@@ -9,7 +9,7 @@ code, as in a target in memory, hence the same bits.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from pathlib import Path
 
 import torch
@@ -32,8 +32,8 @@ class StreamedTarget:
     """A target on disk. Mutable only in that the final norm and the head stay once they have been read.
 
     It has what a Target has but `forward`: config, dtype, device, shards (it is never cut over ranks), rotary, embed,
-    head, norm, lm_head, embed_tokens ([V, hidden], mapped and in the type of the file). dtype: None keeps the
-    checkpoint's; max_positions sizes the rotary table, None takes the config's limit. Raises ConfigError or
+    head, norm, lm_head, embed_tokens ([V, hidden]; mapped, unless another dtype than the file's is wanted). dtype: None
+    keeps the checkpoint's; max_positions sizes the rotary table, None takes the config's limit. Raises ConfigError or
     CheckpointError naming what is wrong.
     """
 
@@ -50,14 +50,15 @@ class StreamedTarget:
         self.dtype, self.device, self.shards = fill.dtype, fill.device, WHOLE
         self._ends: tuple[RMSNorm, Linear] | None = None
         self._parts(fill.checkpoint)  # refuses unknown tensors before anything is read
-        self.embed_tokens = fill.view(EMBEDDING, (self.config.vocab_size, self.config.hidden_size)).to(self.device)
+        table = fill.view(EMBEDDING, (self.config.vocab_size, self.config.hidden_size))
+        self.embed_tokens = table.to(self.device, self.dtype)
         positions = max_positions or self.config.max_position_embeddings
         rotary = RotaryTable(self.config.qk_rope_head_dim, self.config.rope_theta, positions, self.config.yarn)
         self.rotary = rotary.to(self.device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] int64 -> [T, hidden]."""
-        return F.embedding(token_ids, self.embed_tokens).to(self.dtype)
+        return F.embedding(token_ids, self.embed_tokens)
 
     def head(self, h: Tensor) -> Tensor:
         """Logits [T, vocab] float32 of states h [T, hidden] at boundary L."""
@@ -79,7 +80,7 @@ class StreamedTarget:
             self._ends = self._read_ends(fill)
         return self._ends
 
-    def load_layers(self, progress: Progress | None = None) -> Iterator[Block]:
+    def load_layers(self, progress: Progress | None = None) -> Generator[Block, None, None]:
         """The layers in order, read anew in every pass. Drop each before asking for the next, or memory holds one more.
         With the last one come the norm and the head.
 
