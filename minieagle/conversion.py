@@ -65,6 +65,6 @@ def _report(destination: Path, to: str, boundaries: tuple[int, ...]) -> None:
     nested = config.get("eagle_config") or {}
     ids = nested.get(IDS) or config.get(IDS)
     listed = f", listed as {ids}" if ids is not None else ""
-    print = Console(stderr=True, highlight=False, markup=False).print
-    print(f"{destination} written for {to}; it reads boundaries {list(boundaries)}{listed}")
-    print("read back with the same wiring; drafts the same logits bit for bit")
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{destination} written for {to}; it reads boundaries {list(boundaries)}{listed}")
+    console.print("read back with the same wiring; drafts the same logits bit for bit")

@@ -248,12 +248,13 @@ def _own(raw: Mapping[str, Any], capture: Capture) -> Wiring:
 
 def _foreign(described: Description, capture: Capture) -> Wiring:
     fields = cast("dict[str, Any]", described.fields | {"boundaries": capture.boundaries})
+    sources = dict.fromkeys(DrafterConfig.__dataclass_fields__, "default") | described.sources
     return Wiring(
         config=DrafterConfig(**fields),
         target={},
         weights="",
         position_base=described.format.position_base,
         format=described.format.name,
-        sources=described.sources | {"boundaries": capture.source},
+        sources=sources | {"boundaries": capture.source},
         notes=described.notes if capture.note is None else (*described.notes, capture.note),
     )
