@@ -258,8 +258,8 @@ def _minieagle(config: DrafterConfig, verifier: Verifier) -> dict[str, Any]:
 
 
 def _sglang(config: DrafterConfig, verifier: Verifier) -> dict[str, Any]:
-    """Ids are nested, as outputs (see LIMITS); a missing draft_vocab_size means the target's head. A flag that is off is
-    left out: norm_output=false means something else to SpecForge, which writes the same format."""
+    """Ids are nested, as outputs (see LIMITS); a missing draft_vocab_size means the target's head. A flag that is off
+    is left out: norm_output=false means something else to SpecForge, which writes the same format."""
     name = "LlamaForCausalLMEagle3" if config.latent is None else "Eagle3DeepseekV2ForCausalLM"
     ids = [b - 1 for b in config.boundaries]
     sizes = {"draft_vocab_size": config.draft_vocab_size} if config.own_head else {}
