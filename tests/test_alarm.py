@@ -122,7 +122,7 @@ def test_few_steps_say_nothing(seed: int, num_steps: int) -> None:
 
 
 def test_noise_of_high_temperature_is_no_fault() -> None:
-    assert kind(curve(0, 2000, 0.05, 0.5, "high temperature"), curve(0, 2000, 0.7, 0.9)) is None
+    assert kind(curve(0, 3000, 0.05, 0.5, "high temperature"), curve(0, 600, 0.7, 0.9)) is None
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

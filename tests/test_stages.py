@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minieagle import tracing
-from minieagle.engine import Engine, EngineConfig, Request, Taken
+from minieagle.engine import Engine, Request, Taken
 from minieagle.llm import load_engine
 from minieagle.models.deepseek import TargetOutput
 from minieagle.spec.stages import Line, Place, Steps, Trace, TraceError, trace_text
@@ -348,5 +348,8 @@ def test_options_reach_the_engine(tmp_path: Path) -> None:
         load_engine(trace_steps="0-3")
 
 
-def test_tracing_is_off_unless_asked_for() -> None:
-    assert engine().trace is None and EngineConfig() == engine().config
+def test_without_a_trace_nothing_of_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = engine()
+    for name in ("Place", "Trace", "_place", "_phase", "_trace_extend"):
+        monkeypatch.setattr(f"minieagle.engine.{name}", None)
+    assert running.trace is None and all(len(tokens(out)) == 12 for out in run(running, requests()))
