@@ -68,6 +68,7 @@ def test_every_type_and_shape_is_read_bit_for_bit_wherever_it_lies(
     checkpoint = Checkpoint(write(tmp_path_factory.mktemp("c"), content))
     for index, (kind, shape) in enumerate(kinds):
         tensor = checkpoint.take(f"t{index}")
+        assert tensor.data_ptr() % tensor.element_size() == 0, "vector loads need it"
         start, stop = header[f"t{index}"]["data_offsets"]
         assert (tensor.dtype, list(tensor.shape)) == (DTYPES[kind], shape) and bits(tensor) == list(data[start:stop])
     checkpoint.finish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -171,6 +172,27 @@ def test_a_size_works_when_it_deals_everything_and_the_nearest_are_named(dealt: 
         check_divides(named, size)
     near = [int(number) for number in str(refusal.value).split("work: ")[1].split(" and ")]
     assert near == [max(n for n in works if n < size), *[n for n in works if n > size][:1]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "works"),
+    [
+        ({"group_size": 32}, [1, 3]),  # 96 columns are 3 groups of 32
+        ({"group_size": 4}, [1, 2, 3, 4, 6, 12]),  # whole words of 8 codes
+        ({"block_size": 16, "head_widths": (24,)}, [1, 2, 3, 6]),  # two heads of 24 fill 3 blocks of 16
+        ({}, [1, 2, 3, 4, 6, 12]),
+    ],
+)
+def test_quantised_widths_are_dealt_in_whole_groups(sizes: dict[str, Any], works: list[int]) -> None:
+    dealt = units(
+        vocab_size=96,
+        num_attention_heads=12,
+        intermediate_size=0,
+        shared_intermediate_size=0,
+        moe_intermediate_size=96,
+        **sizes,
+    )
+    assert [n for n in range(1, 97) if all(unit.num_shares % n == 0 for unit in dealt.values())] == works
 
 
 def test_a_refusal_names_the_numbers() -> None:

@@ -23,7 +23,7 @@ from minieagle.models.checkpoint import CheckpointError
 from minieagle.models.config import ConfigError, target_config
 from minieagle.models.headers import INDEX, read_headers
 from minieagle.models.target_weights import load_target
-from minieagle.models.weight_groups import group, loaded, weight_faults
+from minieagle.models.weight_groups import Group, group, loaded, weight_faults
 from minieagle.quantize import quantize_directory
 from tests.oracles import save_target
 
@@ -222,6 +222,13 @@ def test_a_drafter_of_another_kind_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     with pytest.raises(ValueError, match="EAGLE"):
         run(tmp_path)
+
+
+def test_fp8_is_counted_as_it_is_loaded() -> None:
+    weight = Group("model.layers.0.mlp.up_proj.weight", torch.float8_e4m3fn, (4, 6), num=3)
+    scale = Group("model.layers.0.mlp.up_proj.weight_scale_inv", torch.float32, (1, 1), num=3)
+    assert (weight.nbytes, weight.num_parameters, weight.loaded_bytes(torch.bfloat16)) == (72, 72, 144)
+    assert (scale.num_parameters, scale.loaded_bytes(torch.bfloat16), scale.weight) == (0, 0, weight.name)
 
 
 def test_bytes_in_words() -> None:
