@@ -3,8 +3,7 @@
 The one idea: the environment that `torchrun` writes is read once, here, into a frozen value that is handed on; no other
 module looks at `RANK`, and no other module asks whether there is a GPU. One process is a group of size 1.
 
-A group of more ranks needs collectives, which this version does not have, so it is refused rather than run as several
-engines that know nothing of each other. Source: the environment variables that torchrun documents for its workers.
+Source: the environment variables that torchrun documents for its workers.
 """
 
 import os
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 MAX_SIZE = 8
+"""Ranks of one model at most: attention heads of published models divide no further without loss."""
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 
@@ -35,7 +35,7 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Group:
     """The group that torchrun describes in `environment`, or a group of one where none of its variables is set.
 
     Raises GroupError when only some of the variables are set, when one is not an integer within its bounds, or when
-    there are more ranks than this version runs.
+    there are more ranks than MAX_SIZE.
     """
     if not any(name in environment for name in _VARIABLES):
         return Group(rank=0, size=1, device=_device(0))
@@ -65,7 +65,7 @@ def _size(environment: Mapping[str, str]) -> int:
         raise GroupError(f"WORLD_SIZE={size} must be at least 1; unset it to run one process")
     if size > MAX_SIZE:
         raise GroupError(
-            f"WORLD_SIZE={size} is more than {MAX_SIZE}, the most ranks that this version runs; "
+            f"WORLD_SIZE={size} is more than {MAX_SIZE}, the most ranks of one model; "
             f"start torchrun with --nproc-per-node {MAX_SIZE}"
         )
     return size

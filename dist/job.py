@@ -1,8 +1,9 @@
 """A job: all ranks from the connection to the last goodbye.
 
-The one idea: a rank leaves in one of two ways. In order, when rank 0 has told the others that it is over; or with an
-error, which it prints, tells the others through the store, and ends its process with, since a rank that has failed can
-answer no collective any more. Signals that the launcher sends to all ranks are rank 0's to act on: the others go when
+The one idea: a rank leaves in one of two ways. In order, when rank 0 has told the others that it is over, be it because
+what the user asked for can't be done (a ValueError or OSError on rank 0 once the others listen); or with an error,
+which it prints, tells the others through the store, and ends its process with, since a rank that has failed can answer
+no collective any more. Signals that the launcher sends to all ranks are rank 0's to act on: the others go when
 they are told.
 """
 
@@ -23,8 +24,8 @@ FAILED = 1
 
 @contextmanager
 def job(group: Group, *, hang_timeout_s: float = HANG_TIMEOUT_S) -> Iterator[Ranks]:
-    """The ranks of `group`, connected and watched, until the block ends. An exception ends the process of a rank that
-    isn't alone; alone it is raised as usual. Raises GroupError when the ranks can't be connected."""
+    """The ranks of `group`, connected and watched, until the block ends. A fault ends the process of a rank that isn't
+    alone. Raises GroupError when the ranks can't be connected."""
     ranks = Ranks(group)
     if ranks.size == 1:
         yield ranks
@@ -39,6 +40,10 @@ def job(group: Group, *, hang_timeout_s: float = HANG_TIMEOUT_S) -> Iterator[Ran
     try:
         yield ranks
     except BaseException as error:
+        if ranks.farewell is not None and isinstance(error, ValueError | OSError | KeyboardInterrupt):
+            watch.stop()
+            ranks.close()
+            raise
         watch.fail(error)
         _end(ranks.rank, error)
     watch.stop()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
@@ -41,6 +41,8 @@ class Ranks:
     def __init__(self, group: Group) -> None:
         self.rank, self.size, self.device = group.rank, group.size, group.device
         self.activity = Activity()
+        self.farewell: Callable[[], None] | None = None
+        """What rank 0 does to let the others go, once they listen."""
         if self.size == 1:
             return
         _listen_on_loopback(os.environ)
@@ -118,7 +120,9 @@ class Ranks:
         return dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
 
     def close(self) -> None:
-        """Leave the group. Every rank calls it once, after rank 0 has said that it is over."""
+        """Leave the group: rank 0 lets the others go, who call this when they have been told."""
+        if self.farewell is not None:
+            self.farewell()
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 

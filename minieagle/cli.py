@@ -4,11 +4,12 @@ knows by other names have these as aliases."""
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
-import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -20,17 +21,25 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from minieagle import serve
+from minieagle import conversion, diagnosis, evaluate, serve, survey, tracing
 from minieagle.compare import Comparison, compare
-from minieagle.llm import LLM, set_threads
+from minieagle.dist.group import GroupError, from_environment
+from minieagle.dist.job import job
+from minieagle.dist.ranks import Ranks
+from minieagle.dist.watch import HANG_TIMEOUT_S
+from minieagle.llm import LLM, obey, set_threads
 from minieagle.models.drafter_config import DrafterConfig
 from minieagle.models.drafter_weights import check_fits
+from minieagle.options import add_engine_options, engine_arguments
 from minieagle.quantize import quantize_directory
 from minieagle.sampling import SamplingParams
+from minieagle.spec.fingerprint import tokenizer_fingerprint
 from minieagle.spec.train import Report, TrainConfig, Trainer
 from minieagle.texts import read_texts, sample_prompts, write_texts
 
 console = Console(stderr=True)
+
+OVER_RANKS = ("demo", "generate", "chat", "bench", "serve")
 
 DEMO_PROMPTS = (
     "I would like to find a restaurant in San Jose.",
@@ -47,14 +56,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["serve"]:
         return serve.main(arguments[1:])
     options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
-        status: int = options.run(options)
-        return status
+        group = from_environment()
+        if group.size > 1 and options.command not in OVER_RANKS:
+            raise GroupError(
+                f"{options.command} runs in one process; only {', '.join(OVER_RANKS)} run over several ranks"
+            )
+        with job(group, hang_timeout_s=getattr(options, "hang_timeout", None) or HANG_TIMEOUT_S) as ranks:
+            return _run(options, ranks)
     except (ValueError, OSError) as error:
         print(f"minieagle {options.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _run(options: argparse.Namespace, ranks: Ranks) -> int:
+    """The command on rank 0; the other ranks do what it does."""
+    options.ranks = ranks
+    if ranks.leads:
+        status: int = options.run(options)
+        return status
+    set_threads(options.threads, options.model)
+    obey(ranks, device=ranks.device, **engine_arguments(options))
+    return 0
+
+
+class Command(Protocol):
+    """A module that is a command of its own."""
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None: ...
+    def run(self, options: argparse.Namespace) -> int: ...
+
+
+_MODULES: tuple[tuple[str, Command, str], ...] = (
+    ("inspect", survey, "what a model directory holds and takes, without loading it"),
+    ("doctor", diagnosis, "measure how a drafter is wired, and name what is wrong"),
+    ("eval", evaluate, "a drafter's score over texts, from one pass of the target"),
+    ("convert-drafter", conversion, "write a drafter for another engine, or read one from it"),
+    ("trace", tracing, "compare two traces"),
+)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,23 +114,10 @@ def _parser() -> argparse.ArgumentParser:
     _bench_options(command("bench", _bench, "compare plain and speculative decoding on prompts of your own"))
     _quantize_options(command("quantize", _quantize, "quantise a model's routed experts to INT4"))
     _train_options(command("train", _train, "train a drafter for a target on text that the target writes"))
+    for name, module, summary in _MODULES:
+        module.add_options(command(name, module.run, summary))
     commands.add_parser("serve", help="serve the OpenAI API (see `minieagle serve --help`)", add_help=False)
     return parser
-
-
-def _model_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("model").add_argument
-    add("--model", "--model-path", metavar="DIR", help="directory of the target (default: the embedded model)")
-    add("--drafter", "--speculative-draft-model-path", metavar="DIR", help="directory of the EAGLE-3 drafter")
-    add("--tree", metavar="SHAPE", help="chain:N, dynamic:STEPS,TOPK,NODES or static:0,1,0.0 (default: chain:5)")
-    add("--num-steps", "--speculative-num-steps", type=int, metavar="N", help="levels of the draft tree")
-    add("--topk", "--eagle-topk", "--speculative-eagle-topk", type=int, metavar="K", help="children kept on each level")
-    add("--num-draft-tokens", "--speculative-num-draft-tokens", type=int, metavar="N", help="nodes, the root included")
-    add("--dtype", choices=("bfloat16", "float32"), help="compute in this type (default: the checkpoint's)")
-    add("--page-size", type=int, metavar="N", help="tokens in a page of the cache")
-    add("--prefill-chunk", type=int, metavar="N", help="prompt tokens a step takes at most")
-    add("--max-seqs", type=int, metavar="N", help="sequences in one batch")
-    add("--threads", type=int, metavar="N", help="CPU threads (default: one for a small model, else all cores)")
 
 
 def _sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
@@ -104,6 +133,7 @@ def _sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> No
 
 
 def _demo_options(parser: argparse.ArgumentParser) -> None:
+    add_engine_options(parser)
     parser.add_argument("--max-tokens", type=int, default=64, help="new tokens at most (default: %(default)s)")
 
 
@@ -112,23 +142,21 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
         "prompts", nargs="*", metavar="PROMPT", help="user messages; none: read one from standard input"
     )
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
-    parser.add_argument("--no-spec", action="store_true", help="decode plainly; the text is the same")
     parser.add_argument("--stats", action="store_true", help="print the speculation statistics of each answer")
     _sampling_options(parser, max_tokens=256)
-    _model_options(parser)
+    add_engine_options(parser)
 
 
 def _chat_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
-    parser.add_argument("--no-spec", action="store_true", help="decode plainly; the text is the same")
     _sampling_options(parser, max_tokens=256)
-    _model_options(parser)
+    add_engine_options(parser)
 
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="user messages (default: those of the demo)")
     _sampling_options(parser, max_tokens=128)
-    _model_options(parser)
+    add_engine_options(parser)
 
 
 def _quantize_options(parser: argparse.ArgumentParser) -> None:
@@ -177,24 +205,23 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     add("--fc-norm", action="store_true", help="one norm per target state before they are fused (EAGLE-3.1)")
 
 
-def _load(options: argparse.Namespace, *, spec: bool = True) -> LLM:
+def _load(options: argparse.Namespace) -> LLM:
     set_threads(options.threads, options.model)
     with _loading() as progress:
         task = progress.add_task("loading", total=None)
         return LLM(
-            options.model,
-            drafter=options.drafter,
-            spec=spec,
-            tree=options.tree,
-            num_steps=options.num_steps,
-            topk=options.topk,
-            num_draft_tokens=options.num_draft_tokens,
-            dtype=getattr(torch, options.dtype) if options.dtype else None,
-            page_size=options.page_size,
-            prefill_chunk=options.prefill_chunk,
-            max_seqs=options.max_seqs,
+            **engine_arguments(options),
+            ranks=options.ranks,
+            device=options.ranks.device,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
+
+
+def _load_both(options: argparse.Namespace) -> LLM:
+    """For a command that compares decoding with and without speculation."""
+    if options.no_spec:
+        raise ValueError(f"--no-spec: {options.command} compares decoding with and without speculation; leave it out")
+    return _load(options)
 
 
 def _loading() -> Progress:
@@ -230,8 +257,7 @@ def _show(text: str) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    set_threads(None, None)
-    llm = LLM()
+    llm = _load_both(options)
     params = SamplingParams(max_tokens=options.max_tokens)
     pairs = []
     runs = compare(llm, [_user(text) for text in DEMO_PROMPTS], params, show=_show)
@@ -243,7 +269,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    llm = _load(options)
+    llm = _load_both(options)
     prompts = [_user(text) for text in options.prompts or DEMO_PROMPTS]
     with _counting() as progress:
         pairs = tuple(
@@ -258,7 +284,7 @@ def _report(comparison: Comparison) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    llm = _load(options, spec=not options.no_spec)
+    llm = _load(options)
     for text in options.prompts or [sys.stdin.read()]:
         stats = None
         for output in llm.stream(text if options.raw else _user(text), _params(options)):
@@ -274,7 +300,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _chat(options: argparse.Namespace) -> int:
-    llm = _load(options, spec=not options.no_spec)
+    llm = _load(options)
     start = [{"role": "system", "content": options.system}] if options.system else []
     messages = list(start)
     console.print("/reset begins anew, /exit or Ctrl-D ends", style="dim")
@@ -342,7 +368,8 @@ def _train(options: argparse.Namespace) -> int:
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     texts = read_texts(path)
-    trainer = Trainer(target, [text.tokens for text in texts], drafter, training, options.output)
+    tokenizer = tokenizer_fingerprint(llm.tokenizer.directory)
+    trainer = Trainer(target, [text.tokens for text in texts], drafter, training, options.output, tokenizer=tokenizer)
     with _counting() as progress:
         task = progress.add_task("updates", total=options.num_updates, completed=trainer.update)
         trainer.run(lambda report: _train_report(progress, task, report))

@@ -19,16 +19,24 @@ from typing import Any, cast, overload
 
 import torch
 
+from minieagle.dist.ranks import Ranks
 from minieagle.engine import Engine, EngineConfig, Output, Request, TokenLogprob
 from minieagle.errors import ModelError, RequestError
 from minieagle.models.checkpoint import Progress
+from minieagle.models.config import read_json, target_config
+from minieagle.models.deepseek import Target
 from minieagle.models.drafter_weights import load_drafter
+from minieagle.models.eagle3 import Drafter
+from minieagle.models.lockstep import Lead, follow
 from minieagle.models.selfcheck import row_difference
+from minieagle.models.shards import WHOLE, Shards
 from minieagle.models.target_weights import load_target
 from minieagle.sampling import SamplingParams
 from minieagle.sequence import SpecStats
-from minieagle.spec.draft import draft_rows
+from minieagle.spec.boundary import Convention
+from minieagle.spec.fingerprint import tokenizer_fingerprint
 from minieagle.spec.tree import Shape, ShapeError, TreeShape, parse_shape
+from minieagle.spec.wiring import check_tokenizer, read_wiring
 from minieagle.tokenizer import Tokenizer
 from minieagle.tracing import open_trace
 
@@ -72,6 +80,10 @@ def load_engine(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     progress: Progress | None = None,
+    capture_convention: Convention | None = None,
+    boundaries: Sequence[int] | None = None,
+    ranks: Ranks | None = None,
+    reduction_slices: int | None = None,
     trace: str | Path | None = None,
     trace_steps: str | None = None,
     trace_layers: bool = False,
@@ -79,28 +91,41 @@ def load_engine(
 ) -> Engine:
     """An engine over a model directory (None: the embedded model with its drafter).
 
-    drafter: a drafter directory; spec=False loads none. tree: what to draft, as "chain:5", "dynamic:4,4,16"
-    (num_steps, topk, num_draft_tokens), "static:0,1,0.0" or a Shape; or the three numbers by name, all or none.
-    trace: a file for the stages of trace_steps ("0-3,10"; the first 16 by default), with trace_layers every boundary.
-    options: the other fields of EngineConfig, None for the default. Raises ModelError, ConfigError or CheckpointError
-    for directories that can't be used, ShapeError for trees, TraceError for traces.
+    drafter: a drafter directory; spec=False loads none. capture_convention ("in" or "out"), boundaries: what the user
+    says of the states that the drafter reads, where its files don't (spec/wiring.py). tree: what to draft, as
+    "chain:5", "dynamic:4,4,16" (num_steps, topk, num_draft_tokens), "static:0,1,0.0" or a Shape; or the three numbers
+    by name, all or none. ranks: the ranks over which the model is cut (dist/job.py), on rank 0 only: the others call
+    `obey` with the same arguments. reduction_slices: pieces of every sum over ranks, None for as many as ranks; a fixed
+    number such as 8 makes 1, 2, 4 and 8 ranks agree bit for bit (models/shards.py). trace: a file for the stages of
+    trace_steps ("0-3,10"; the first 16 by default), with trace_layers every boundary. options: the other fields of
+    EngineConfig, None for the default. Raises ModelError, ConfigError, CheckpointError, BoundaryError or ShardError for
+    directories that can't be used, ShapeError for trees, TraceError for traces.
     """
     shape = _shape(tree, num_steps, topk, num_draft_tokens)
     if shape is not None and shape.num_steps > MAX_STEPS:
         raise ShapeError(f"num_steps={shape.num_steps} must be at most {MAX_STEPS}: deeper drafts are never accepted")
-    directory = embedded("target") if model is None else Path(model)
-    if drafter is None and model is None and spec:
-        drafter = embedded("drafter")
-    if drafter is not None and not spec:
-        raise ModelError(f"drafter={str(drafter)!r} with spec=False: pass one or the other")
+    directory, drafter = _directories(model, drafter, spec)
     if shape is not None and drafter is None:
         raise ModelError(f"tree {shape} needs a drafter: pass drafter=DIRECTORY")
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     config = EngineConfig(**given) if shape is None else EngineConfig(shape=shape, **given)
-    place = torch.device(device) if device is not None else None
     tracing = open_trace(trace, trace_steps, trace_layers)  # refused before minutes of loading
     tokenizer = Tokenizer(directory)
-    target = load_target(directory, dtype=dtype, device=place, progress=progress)
+    target, loaded = _load(
+        directory,
+        drafter,
+        dtype=dtype,
+        device=device,
+        progress=progress,
+        convention=capture_convention,
+        boundaries=boundaries,
+        shards=_shards(ranks, reduction_slices),
+        context=config.max_context_tokens,
+    )
+    if ranks is not None and ranks.size > 1:
+        target.lead = lead = Lead(ranks)
+        if loaded is not None:
+            loaded.lead = lead
     difference = row_difference(target) if drafter is not None else 0.0
     if difference:
         _log.warning(
@@ -108,12 +133,95 @@ def load_engine(
             "to near-ties, but is not bit-equal to plain decoding here",
             difference,
         )
-    loaded = None
-    if drafter is not None:
-        positions = target.config.max_position_embeddings + draft_rows(config.shape)
-        loaded = load_drafter(Path(drafter), target, dtype=dtype, max_positions=positions)
+    if loaded is not None:
         _check_shape(config.shape, loaded.config.draft_vocab_size)
     return Engine(target, tokenizer, drafter=loaded, config=config, trace=tracing)
+
+
+def obey(
+    ranks: Ranks,
+    model: str | Path | None = None,
+    *,
+    drafter: str | Path | None = None,
+    spec: bool = True,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    capture_convention: Convention | None = None,
+    boundaries: Sequence[int] | None = None,
+    reduction_slices: int | None = None,
+    **_: object,
+) -> None:
+    """The life of a rank that doesn't lead: load its pieces, do what rank 0 does, return when rank 0 stops. Arguments
+    as load_engine's; those that only concern decisions are rank 0's."""
+    directory, drafter = _directories(model, drafter, spec)
+    shards = _shards(ranks, reduction_slices)
+    target, loaded = _load(
+        directory,
+        drafter,
+        dtype=dtype,
+        device=device,
+        convention=capture_convention,
+        boundaries=boundaries,
+        shards=shards,
+    )
+    follow(ranks, target, loaded)
+
+
+def _directories(model: str | Path | None, drafter: str | Path | None, spec: bool) -> tuple[Path, Path | None]:
+    """Where target and drafter lie; no drafter without speculation."""
+    if drafter is not None and not spec:
+        raise ModelError(f"drafter={str(drafter)!r} with spec=False: pass one or the other")
+    if model is None and drafter is None and spec:
+        drafter = embedded("drafter")
+    directory = embedded("target") if model is None else Path(model)
+    return directory, None if drafter is None else Path(drafter)
+
+
+def _shards(ranks: Ranks | None, reduction_slices: int | None) -> Shards:
+    if ranks is None:
+        return WHOLE if reduction_slices is None else Shards(slices=reduction_slices)
+    return Shards(ranks, ranks.size if reduction_slices is None else reduction_slices)
+
+
+def _load(
+    directory: Path,
+    drafter: Path | None,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    convention: Convention | None,
+    boundaries: Sequence[int] | None,
+    shards: Shards,
+    context: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[Target, Drafter | None]:
+    """This rank's pieces of both models. What a drafter's files say is checked before the target is read, which may
+    take minutes."""
+    if drafter is None and (convention is not None or boundaries is not None):
+        raise ModelError("capture_convention and boundaries describe a drafter: pass drafter=DIRECTORY too")
+    wiring = None
+    if drafter is not None:
+        wiring = read_wiring(
+            drafter,
+            target_config(read_json(directory / "config.json")),
+            convention=convention,
+            boundaries=boundaries,
+        )
+        check_tokenizer(wiring, tokenizer_fingerprint(directory))
+    place = torch.device(device) if device is not None else shards.ranks.device
+    target = load_target(directory, dtype=dtype, device=place, progress=progress, shards=shards)
+    if drafter is None or wiring is None:
+        return target, None
+    positions = (context or target.config.max_position_embeddings) + MAX_STEPS
+    loaded = load_drafter(
+        drafter,
+        target,
+        config=wiring.config,
+        dtype=dtype or target.dtype,
+        max_positions=positions,
+        d2t=wiring.d2t,
+    )
+    return target, loaded
 
 
 def _shape(

@@ -14,7 +14,6 @@ if not __package__:
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse  # noqa: E402
-import contextlib  # noqa: E402
 import logging  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -23,62 +22,50 @@ from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 
 from minieagle import server  # noqa: E402
-from minieagle.dist import group  # noqa: E402
+from minieagle.dist.group import from_environment  # noqa: E402
+from minieagle.dist.job import job  # noqa: E402
+from minieagle.dist.ranks import Ranks  # noqa: E402
+from minieagle.dist.watch import HANG_TIMEOUT_S  # noqa: E402
 from minieagle.engine import Engine  # noqa: E402
-from minieagle.errors import MinieagleError  # noqa: E402
-from minieagle.llm import load_engine, set_threads  # noqa: E402
-from minieagle.spec.tree import TreeShape  # noqa: E402
+from minieagle.llm import load_engine, obey, set_threads  # noqa: E402
+from minieagle.options import add_engine_options, engine_arguments  # noqa: E402
 
 EMBEDDED_NAME = "minieagle-demo"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves what `argv` asks for until SIGTERM; returns the exit status: 2 when it can't start."""
+    """Serves what `argv` asks for until SIGTERM; returns the exit status: 2 when it can't start. Rank 0 serves, the
+    others do what it does."""
     arguments = parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    with contextlib.ExitStack() as stack:
-        try:
-            ranks = group.from_environment()
-            sock = stack.enter_context(server.bind(arguments.host, arguments.port))
-            engine = _load(arguments, ranks)
-        except (ValueError, OSError) as error:  # the user's to mend, whichever folder named it
-            print(f"minieagle serve: {error}", file=sys.stderr)
-            return 2
+    try:
+        with job(from_environment(), hang_timeout_s=arguments.hang_timeout or HANG_TIMEOUT_S) as ranks:
+            set_threads(arguments.threads, arguments.model)
+            if ranks.leads:
+                return _serve(arguments, ranks)
+            obey(ranks, device=ranks.device, **engine_arguments(arguments))
+            return 0
+    except (ValueError, OSError) as error:  # the user's to mend, whichever folder named it
+        print(f"minieagle serve: {error}", file=sys.stderr)
+        return 2
+
+
+def _serve(arguments: argparse.Namespace, ranks: Ranks) -> int:
+    with server.bind(arguments.host, arguments.port) as sock:
+        engine = _load(arguments, ranks)
         print(f"speculation: {_effective_shape(engine)}", flush=True)
         return server.run(engine, sock=sock, served_model_names=arguments.served_model_name or [_name(arguments.model)])
 
 
-def tree_shape(arguments: argparse.Namespace) -> TreeShape | None:
-    """The tree that the three options name, None where they name none. Raises a ValueError on an incomplete trio.
-
-    A number of steps alone is a chain; a tree needs all three.
-    """
-    num_steps, topk, num_nodes = arguments.num_steps, arguments.eagle_topk, arguments.num_draft_tokens
-    if num_steps is None:
-        if topk is not None or num_nodes is not None:
-            raise MinieagleError("--eagle-topk and --num-draft-tokens need --num-steps; add it or leave all three out")
-        return None
-    if num_nodes is None:
-        if topk not in (None, 1):
-            raise MinieagleError(f"--eagle-topk {topk} needs --num-draft-tokens, the nodes to verify; add it")
-        return TreeShape.chain(num_steps)
-    return TreeShape(num_steps, 1 if topk is None else topk, num_nodes)
-
-
-def _load(arguments: argparse.Namespace, ranks: group.Group) -> Engine:
+def _load(arguments: argparse.Namespace, ranks: Ranks) -> Engine:
     """The engine, with a progress bar where there is somebody to see it."""
-    set_threads(arguments.threads, arguments.model)
-    sizes = {name: getattr(arguments, name) for name in ("max_seqs", "page_size", "prefill_chunk")}
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("loading", total=None)
         return load_engine(
-            arguments.model,
-            drafter=arguments.drafter,
-            spec=not arguments.no_spec,
-            tree=tree_shape(arguments),
+            **engine_arguments(arguments),
+            ranks=ranks,
             device=ranks.device,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
-            **{name: size for name, size in sizes.items() if size is not None},
         )
 
 
@@ -94,32 +81,16 @@ def _name(model: str | None) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options. Further names of one are those that SGLang or vLLM users know; absent ones mean the engine's
-    default."""
+    """The options: those of every command that runs an engine, and the server's own."""
     options = argparse.ArgumentParser(
         prog="minieagle serve",
         description="Serve a model with the OpenAI API, sped up by an EAGLE-3 drafter and a tree verifier.",
         allow_abbrev=False,
     )
-    add = options.add_argument
-    add("--model", "--model-path", metavar="DIR", help="directory of the target (default: the embedded model)")
-    add("--drafter", "--speculative-draft-model-path", metavar="DIR", help="directory of the EAGLE-3 drafter")
-    add("--no-spec", action="store_true", help="decode plainly; the text is the same")
-    add("--num-steps", "--speculative-num-steps", type=int, metavar="N", help="levels of the draft tree")
-    add("--eagle-topk", "--speculative-eagle-topk", type=int, metavar="K", help="children kept on each level")
-    add(
-        "--num-draft-tokens",
-        "--speculative-num-draft-tokens",
-        type=int,
-        metavar="N",
-        help="nodes of the tree that are verified, its root included",
-    )
-    add("--threads", type=int, metavar="N", help="CPU threads (default: one for a small model, else all cores)")
+    add_engine_options(options)
+    add = options.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
     add("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: %(default)s)")
-    add("--max-seqs", "--max-num-seqs", "--max-running-requests", type=int, metavar="N", help="requests in one batch")
-    add("--page-size", "--block-size", type=int, metavar="N", help="tokens in a page of the latent cache")
-    add("--prefill-chunk", "--chunked-prefill-size", type=int, metavar="N", help="prompt tokens a step takes at most")
     add(
         "--served-model-name",
         nargs="+",

@@ -142,7 +142,7 @@ def load_drafter(
     check_filled(drafter, directory)
     checkpoint.finish()
     positions = max_positions or target.config.max_position_embeddings
-    if positions > config.max_position_embeddings:
+    if min(positions, target.config.max_position_embeddings) > config.max_position_embeddings:
         _log.warning(
             "%s was trained on up to %d positions; beyond them, up to %d, acceptance may fall",
             directory,

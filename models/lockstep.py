@@ -105,6 +105,7 @@ class Lead:
         self._handles: dict[int, int] = {}
         self._gone: list[int] = []
         self._count = 0
+        ranks.farewell = self.stop
         threading.Thread(target=self._tick, name="minieagle-tick", daemon=True).start()
 
     def _say(self, op: Op, *numbers: int) -> None:

@@ -24,7 +24,6 @@ from minieagle.front import AsyncFront
 from minieagle.llm import LLM
 from minieagle.protocol import NEUTRAL
 from minieagle.sequence import SpecStats
-from minieagle.spec.tree import TreeShape
 from minieagle.tokenizer import Tokenizer
 from tests.fake_engine import MAX_CONTEXT_TOKENS, TARGET, FakeEngine
 
@@ -537,24 +536,11 @@ def test_a_busy_port_is_named_before_anything_is_loaded(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("options", "shape"),
-    [
-        ("", None),
-        ("--num-steps 3", TreeShape.chain(3)),
-        ("--speculative-num-steps 3 --speculative-eagle-topk 1 --num-draft-tokens 4", TreeShape.chain(3)),
-        ("--num-steps 3 --eagle-topk 2 --num-draft-tokens 8", TreeShape(3, 2, 8)),
-    ],
-)
-def test_tree_options_make_a_shape(options: str, shape: TreeShape | None) -> None:
-    assert serve.tree_shape(serve.parser().parse_args(options.split())) == shape
-
-
-@pytest.mark.parametrize(
     ("options", "cause"),
     [
-        ("--eagle-topk 4", "--num-steps"),
-        ("--num-steps 3 --eagle-topk 2", "--num-draft-tokens"),
-        ("--num-steps 3 --num-draft-tokens 8", "num_draft_tokens 4"),
+        ("--eagle-topk 4", "num_steps"),
+        ("--num-steps 3 --eagle-topk 2", "num_draft_tokens"),
+        ("--num-steps 3 --eagle-topk 1 --num-draft-tokens 8", "num_draft_tokens"),
         ("--no-spec --num-steps 3", "drafter"),
         ("--model nowhere", "nowhere"),
         ("--max-seqs 0", "max_seqs"),

@@ -1,0 +1,96 @@
+"""The options of every command that runs an engine, under this project's names and those that SGLang's and vLLM's users
+know, and what load_engine makes of them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from minieagle.tracing import add_trace_options
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Model, drafter, tree, sizes, ranks and traces."""
+    _add_model_options(parser)
+    _add_size_options(parser)
+    _add_rank_options(parser)
+    add_trace_options(parser)
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("model").add_argument
+    add("--model", "--model-path", metavar="DIR", help="directory of the target (default: the embedded model)")
+    add("--drafter", "--speculative-draft-model-path", metavar="DIR", help="directory of the EAGLE-3 drafter")
+    add(
+        "--capture-convention",
+        choices=("in", "out"),
+        help="what the drafter's layer ids mean, where its files don't say: input or output of layer i",
+    )
+    add("--boundaries", type=int, nargs="+", metavar="B", help="the states the drafter reads, instead of layer ids")
+    add("--no-spec", action="store_true", help="decode plainly; the text is the same")
+    add("--tree", metavar="SHAPE", help="chain:N, dynamic:STEPS,TOPK,NODES or static:0,1,0.0 (default: chain:5)")
+    add("--num-steps", "--speculative-num-steps", type=int, metavar="N", help="levels of the draft tree")
+    add("--topk", "--eagle-topk", "--speculative-eagle-topk", type=int, metavar="K", help="children kept on each level")
+    add("--num-draft-tokens", "--speculative-num-draft-tokens", type=int, metavar="N", help="nodes, the root included")
+    add("--dtype", choices=("bfloat16", "float32"), help="compute in this type (default: the checkpoint's)")
+
+
+def _add_size_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("sizes").add_argument
+    add("--page-size", "--block-size", type=int, metavar="N", help="tokens in a page of the cache")
+    add("--prefill-chunk", "--chunked-prefill-size", type=int, metavar="N", help="prompt tokens a step takes at most")
+    add("--max-seqs", "--max-num-seqs", "--max-running-requests", type=int, metavar="N", help="sequences in one batch")
+    add(
+        "--max-context-tokens",
+        "--context-length",
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="prompt and answer together (default: the model's limit)",
+    )
+    add("--threads", type=int, metavar="N", help="CPU threads (default: one for a small model, else all cores)")
+
+
+def _add_rank_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("ranks, under torchrun").add_argument
+    add(
+        "--reduction-slices",
+        type=int,
+        metavar="N",
+        help="pieces of every sum over ranks (default: the number of ranks); with 8, 1, 2, 4 and 8 ranks give the same "
+        "tokens bit for bit",
+    )
+    add(
+        "--hang-timeout",
+        type=float,
+        metavar="S",
+        help="end the job when a rank is silent or stuck for this long (default: 8)",
+    )
+
+
+_PASSED = (
+    "drafter",
+    "capture_convention",
+    "boundaries",
+    "tree",
+    "num_steps",
+    "topk",
+    "num_draft_tokens",
+    "page_size",
+    "prefill_chunk",
+    "max_seqs",
+    "max_context_tokens",
+    "reduction_slices",
+    "trace",
+    "trace_steps",
+    "trace_layers",
+)
+
+
+def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of load_engine and obey, `model` included."""
+    passed = {name: getattr(options, name) for name in _PASSED}
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    return {"model": options.model, "spec": not options.no_spec, "dtype": dtype} | passed
