@@ -370,10 +370,14 @@ def _count(number: int) -> str:
     return f"{number / 1e9:.1f} B" if number >= 10**9 else f"{number / 1e6:.1f} M"
 
 
+_WORDS = ("", "value", "from", "cut")  # columns that hold no figures
+
+
 def _table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     table = Table(title=escape(title), title_justify="left", show_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+        left = index == 0 or column in _WORDS
+        table.add_column(column, justify="left" if left else "right", overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row))
     console.print(table)
