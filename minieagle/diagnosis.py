@@ -45,6 +45,8 @@ PROMPTS = (
     "Natalia has 12 apples and gives 5 to her friend. How many are left?",
     "How do I use tar?",
     "Please recommend some music for a long drive.",
+    "Can you help me to pay a bill?",
+    "What is the weather like in Chicago this weekend?",
 )
 NEW_TOKENS = 112
 PASSAGE_TOKENS = 512
@@ -153,6 +155,8 @@ def run(options: argparse.Namespace) -> int:
         Path(options.json).write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
     if options.html:
         options.html.write_text(page(report.to_json()), encoding="utf-8")
+    if options.fix and report.causes and not report.fixed:
+        errors.print(f"--fix wrote nothing: no {FILE} mends this", markup=False)
     return 0 if report.verdict == "healthy" or report.fixed else 1
 
 
@@ -163,12 +167,12 @@ def examine(options: argparse.Namespace, console: Console) -> Report:
     tokenizer = Tokenizer(model_directory(options))
     passages = _read(options.text, tokenizer) if options.text else None
     source = open_source(options, console)
-    names = {"model": str(model_directory(options)), "drafter": str(directory)}
+    report = Report(model=str(model_directory(options)), drafter=str(directory))
     try:
-        drafter, wiring, undecided = open_undecided(directory, source, options.capture_convention, options.boundaries)
+        drafter, wiring, undecided = _open(options, directory, source)
         check_tokenizer(wiring, tokenizer_fingerprint(model_directory(options)))
     except (ConfigError, CheckpointError, BoundaryError) as error:
-        return Report(**names, refusal=str(error))
+        return replace(report, refusal=str(error))
     passages = passages or written(cast(Target, source), tokenizer)
     recording = record(source, drafter, passages, console)
     with console.status("scoring readings") as status:
@@ -180,8 +184,8 @@ def examine(options: argparse.Namespace, console: Console) -> Report:
             directory,
             progress=lambda done: status.update(f"scoring readings: {done}"),
         )
-    report = Report(
-        **names,
+    report = replace(
+        report,
         undecided=undecided,
         num_positions=recording.num_roots,
         diagnosis=found,
@@ -190,6 +194,23 @@ def examine(options: argparse.Namespace, console: Console) -> Report:
         wiring=wiring.config.to_json() | {"d2t": wiring.d2t, "sources": dict(wiring.sources)},
     )
     return replace(report, fixed=fix(report, directory, source, wiring, options)) if options.fix else report
+
+
+def _open(options: argparse.Namespace, directory: Path, source: Source) -> tuple[Drafter, Wiring, str | None]:
+    """The drafter as the user says. With --fix, a stated wiring that is stale or another target's is set aside."""
+    said = options.capture_convention, options.boundaries
+    try:
+        return open_undecided(directory, source, *said)
+    except ConfigError:
+        stated, aside = directory / FILE, directory / f"{FILE}.old"
+        if not options.fix or not stated.exists():
+            raise
+        stated.rename(aside)
+        try:
+            return open_undecided(directory, source, *said)
+        except ValueError:
+            aside.rename(stated)
+            raise
 
 
 def open_undecided(
@@ -273,12 +294,15 @@ def judge(
 
 
 def ranked_causes(found: Diagnosis, findings: Sequence[Finding], undecided: str | None = None) -> tuple[Cause, ...]:
-    """A measured mend first; without one, what was seen of the files."""
-    seen = [Cause(finding.sentence, finding.remedy) for finding in findings if finding.is_fault]
+    """What was seen of the files and is decisive, then a measured mend, then what else was seen; where no reading
+    mends, the last two the other way round."""
+    faults = [finding for finding in findings if finding.is_fault]
+    decisive = [Cause(finding.sentence, finding.remedy) for finding in faults if finding.is_decisive]
+    seen = [Cause(finding.sentence, finding.remedy) for finding in faults if not finding.is_decisive]
     measured = list(found.causes)
-    causes = measured + seen if measured and measured[0].result else seen + measured
+    causes = decisive + (measured + seen if measured and measured[0].result else seen + measured)
     if undecided:
-        best = measured[0].result if measured and measured[0].result else found.base
+        best = (measured[0].result if measured else None) or found.base
         listed = " ".join(map(str, best.reading.config.boundaries))
         sentence = f"the drafter's files don't say which states it reads; measured best: boundaries {listed}"
         causes.insert(0, Cause(sentence, f"pass --boundaries {listed}, or pass --fix", best))
@@ -287,12 +311,13 @@ def ranked_causes(found: Diagnosis, findings: Sequence[Finding], undecided: str 
 
 def fix(report: Report, directory: Path, source: Source, wiring: Wiring, options: argparse.Namespace) -> str | None:
     """Write the likeliest wiring beside the weights and prove that it loads; returns what was written, or None where
-    the fault is none of wiring. A stated wiring that turns out wrong is replaced."""
+    the fault is none of wiring or where a stated wiring is right. One that is wrong is replaced."""
     assert report.diagnosis is not None, "a refused drafter is reported before"
-    best = next((cause.result for cause in report.causes if cause.result), report.diagnosis.base)
-    if not all(change.expressible for change in best.changes) or any(cause.result is None for cause in report.causes):
-        return None
     path = directory / FILE
+    best = next((cause.result for cause in report.causes if cause.result), report.diagnosis.base)
+    mends = all(change.expressible for change in best.changes) and all(cause.result for cause in report.causes)
+    if not mends or (path.exists() and not report.causes):
+        return None
     before = path.read_bytes() if path.exists() else None
     made = make_wiring(
         directory,

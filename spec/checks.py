@@ -31,31 +31,34 @@ LOW_COVERAGE = 0.7
 
 @dataclass(frozen=True)
 class Finding:
-    """What was seen, in a sentence, and what to do about it. A note's remedy may be empty."""
+    """What was seen, in a sentence, and what to do about it; a note's remedy may be empty. is_decisive: it explains low
+    agreement by itself, whatever was measured."""
 
     is_fault: bool
     sentence: str
     remedy: str = ""
+    is_decisive: bool = False
 
 
 def check_weights(weights: Mapping[str, Tensor]) -> Iterator[Finding]:
     """NaN, zeros, and what looks as it was drawn. weights: by name, of any float type."""
+    again = "this was not loaded or not exported by what wrote the checkpoint: export it again, or train"
     for name, tensor in weights.items():
         if not bool(torch.isfinite(tensor).all()):
-            yield Finding(True, f"{name} holds NaN or infinity", "fetch or export the checkpoint again")
+            yield Finding(True, f"{name} holds NaN or infinity", again, True)
         elif not bool(tensor.any()):
-            yield Finding(True, f"{name} is all zeros", "fetch or export the checkpoint again")
-        elif tensor.dim() == 2 and looks_random(tensor):
-            yield Finding(
-                True,
-                f"{name} looks untrained: its spectrum is that of random numbers",
-                "this tensor was not loaded or not exported by what wrote the checkpoint: export it again, or train",
-            )
+            yield Finding(True, f"{name} is all zeros", again, True)
+    matrices = [name for name, tensor in weights.items() if tensor.dim() == 2]
+    drawn = [name for name in matrices if looks_random(weights[name])]
+    if drawn:
+        most = 2 * len(drawn) >= len(matrices)  # one alone may be a layer that training hardly needed
+        sentence = f"{', '.join(drawn)} looks untrained: the spectrum is that of random numbers"
+        yield Finding(most, sentence, again, most)
     norms = [name for name, tensor in weights.items() if tensor.dim() == 1]
     ones = [name for name in norms if bool((weights[name] == 1).all())]
     if ones:
         whole = len(ones) == len(norms)
-        yield Finding(whole, f"{', '.join(ones)}: all ones, as before training", "export them again, or train")
+        yield Finding(whole, f"{', '.join(ones)}: all ones, as before training", again, whole)
 
 
 def looks_random(matrix: Tensor) -> bool:
@@ -65,7 +68,7 @@ def looks_random(matrix: Tensor) -> bool:
         return False  # too small to tell
     weights = matrix.float()
     edge = float(weights.std()) * (math.sqrt(rows) + math.sqrt(columns))
-    return largest_singular_value(weights) < RANDOM_EDGE * edge
+    return 0 < largest_singular_value(weights) < RANDOM_EDGE * edge
 
 
 def largest_singular_value(matrix: Tensor) -> float:

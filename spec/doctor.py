@@ -376,9 +376,10 @@ def _recorded(reading: Reading, setting: Setting) -> bool:
 
 
 def _surely_better(new: Score, old: Score) -> bool:
-    """By tokens per step; or, at no loss of these, by log-probability, which sees weaker faults."""
+    """By tokens per step; or, at no clear loss of these, by log-probability, which is what training raised and which
+    sees weaker faults."""
     gain = new.gain_over(old)
-    return gain.is_sure or (gain.mean > -MIN_GAIN and gain.mean > -gain.error and new.log_prob_over(old).is_sure)
+    return gain.is_sure or (gain.mean > -Z_ALIKE * gain.error and new.log_prob_over(old).is_sure)
 
 
 def _alike(best: Result, ranked: Sequence[Result]) -> tuple[Result, ...]:
@@ -392,13 +393,16 @@ def _is_noise(one: Score, other: Score) -> bool:
 
 
 def _causes(base: Result, best: Result, ranked: Sequence[Result]) -> tuple[Cause, ...]:
-    """The best reading's changes as one cause, then the next best ones; a drafter that no reading mends is untrained
-    for this target."""
+    """The best reading's changes as one cause, then the next best ones; before them, that a drafter which no reading
+    mends is untrained for this target."""
     others = [r for r in ranked if r is not best and 0 < len(r.changes) <= len(best.changes)]
     found = [_cause(r) for r in (best, *others) if r is not base and _surely_better(r.score, base.score)]
-    if best.score.rates[0] < DEPTH_1_LOW:
-        found.insert(1, _foreign(best))
-    return tuple(found)
+    return tuple(found) if is_mended(best) else (_foreign(best), *found)
+
+
+def is_mended(result: Result) -> bool:
+    """Whether a reading agrees as drafters that work do, at depth 1."""
+    return result.score.rates[0] >= DEPTH_1_LOW
 
 
 def _cause(result: Result) -> Cause:

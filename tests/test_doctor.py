@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from bench.faults import FAULTS, Fault, outcome, write_faulty
 from minieagle import diagnosis
@@ -35,7 +36,7 @@ from minieagle.spec.doctor import (
 from minieagle.spec.hypotheses import D2T, Reading, Setting, Unreadable, boundaries_needed, grid, reread
 from minieagle.spec.observe import observe_texts
 from minieagle.spec.walk import walk
-from minieagle.spec.wiring import FILE, Wiring, open_drafter, read_wiring
+from minieagle.spec.wiring import FILE, Wiring, open_drafter, read_wiring, write_wiring
 from tests.embedded import target, tokenizer
 
 
@@ -45,13 +46,20 @@ def loaded() -> tuple[Drafter, Wiring]:
 
 
 @cache
-def recording() -> Recording:
-    """The target's greedy texts of four prompts, all boundaries kept."""
-    passages = diagnosis.written(target(), tokenizer())[:4]
+def whole_recording() -> Recording:
+    """What the command measures on: the target's greedy texts, all boundaries kept."""
+    passages = diagnosis.written(target(), tokenizer())
     drafter, _ = loaded()
     boundaries = boundaries_needed(drafter.config, target().config.num_hidden_layers)
     texts = observe_texts(target(), [passage.tokens for passage in passages], boundaries)
     return Recording(boundaries, texts, tuple(passage.prompt_len for passage in passages))
+
+
+@cache
+def recording() -> Recording:
+    """The first texts of it, just enough."""
+    whole = whole_recording()
+    return replace(whole, texts=whole.texts[:2], first=whole.first[:2])
 
 
 def wired() -> Reading:
@@ -197,7 +205,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_is_refused_by_name_or_among_the_first_two_causes(fault: Fault, folder: Path):
-    found = outcome(fault, target(), recording(), folder, max_changes=fault.num_changes)
+    text = whole_recording() if fault.is_weak else recording()
+    found = outcome(fault, target(), text, folder, max_changes=fault.num_changes)
     print(f"{fault.name:45s} {found.how:16s} {found.words[:110]}")
     assert found.is_found, found.words
 
@@ -310,6 +319,16 @@ def test_undecided_boundaries_are_measured_and_a_fault(name: str, tmp_path: Path
     assert "don't say which states it reads" in capsys.readouterr().out
 
 
+def test_a_streamed_target_gives_the_same_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(diagnosis, "diagnose", partial(diagnose, max_changes=0))
+    lines = [json.dumps({"tokens": text.tokens.tolist(), "prompt_len": 20}) for text in recording().texts]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    words = "--text", str(tmp_path / "texts.jsonl")
+    console = Console(quiet=True)
+    resident, streamed = (diagnosis.examine(options(*words, *more), console) for more in ((), ("--stream-layers",)))
+    assert resident.to_json() == streamed.to_json()
+
+
 def test_a_streamed_target_needs_a_text():
     with pytest.raises(ValueError, match="--text FILE"):
         diagnosis.run(options("--stream-layers"))
@@ -329,7 +348,7 @@ def test_a_page_escapes_what_it_is_given():
 def test_json_is_plain_and_ranked():
     report = json.loads(json.dumps(healthy()[1].to_json()))
     gains = [reading["gain"] for reading in report["readings"]]
-    assert gains == sorted(gains, reverse=True) and len(gains) > 40
+    assert gains == sorted(gains, reverse=True) and len(gains) > 30
 
 
 def test_fix_writes_a_contract_that_loads(tmp_path: Path):
@@ -342,9 +361,18 @@ def test_fix_writes_a_contract_that_loads(tmp_path: Path):
     assert stated.config.norm_output is False and stated.golden is not None
 
 
-def test_fix_leaves_alone_what_no_wiring_mends(tmp_path: Path):
+@pytest.mark.usefixtures("quick")
+def test_fix_replaces_a_stale_contract(tmp_path: Path):
     shutil.copytree(embedded("drafter"), tmp_path / "d")
+    stale = replace(loaded()[1], weights="changed since")
+    write_wiring(tmp_path / "d", stale)
+    assert diagnosis.run(options("--drafter", str(tmp_path / "d"))) == 1
+    assert diagnosis.run(options("--drafter", str(tmp_path / "d"), "--fix")) == 0
+    assert read_wiring(tmp_path / "d", target().config).weights != "changed since"
+
+
+def test_fix_leaves_alone_what_no_wiring_mends(tmp_path: Path):
     found, report = healthy()
-    report = replace(report, causes=(*ranked_causes(found, list(check_weights({"o": torch.zeros(2, 2)}))),))
-    assert diagnosis.fix(report, tmp_path / "d", target(), loaded()[1], options()) is None
-    assert not (tmp_path / "d" / FILE).exists()
+    report = replace(report, causes=ranked_causes(found, list(check_weights({"o": torch.zeros(2, 2)}))))
+    assert diagnosis.fix(report, tmp_path, target(), loaded()[1], options()) is None
+    assert not (tmp_path / FILE).exists()
