@@ -179,7 +179,7 @@ def _check_links(messages: list[Message]) -> None:
 
 
 def _check_answer(message: Message, unanswered: Mapping[str, str], where: str) -> None:
-    call_id = message.get("tool_call_id")
+    call_id = message.get("tool_call_id", "")
     if call_id not in unanswered:
         raise RequestError(
             f"{where}.tool_call_id={call_id!r:.80} must be the id of a call that the assistant message before it makes "

@@ -2,7 +2,7 @@
 
 The one idea: nothing that a caller asks for is dropped. A field is honoured, or it asks for nothing (its value is the
 neutral one in NEUTRAL, or null), or the answer is a 400 that names it. What a field may hold is said once: types here,
-sampling bounds in `SamplingParams`, messages in `tokenizer.check_messages`.
+sampling bounds in `SamplingParams`, messages in `messages.check_messages`.
 
 Beyond the fields of OpenAI: top_k, min_p, stop_token_ids, ignore_eos (names as in vLLM and SGLang), and `speculation`
 (default true; false decodes plainly, with the same text). Where temperature, top_p, top_k or min_p is absent, the

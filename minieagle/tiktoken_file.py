@@ -13,7 +13,6 @@ the reserved ids), restated.
 
 import binascii
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -123,13 +122,17 @@ def _merges(ranks: Mapping[bytes, int], path: Path) -> list[tuple[bytes, bytes]]
 def _last_merge(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] | None:
     """The two parts that merging in order of rank leaves of `token` before it is one; None when it leaves more."""
     limit = ranks[token]
-    parts = [token[index : index + 1] for index in range(len(token))]
-    while len(parts) > 2:
-        rank, at = min((ranks.get(left + right, limit), at) for at, (left, right) in enumerate(pairwise(parts)))
+    cuts = list(range(len(token) + 1))  # part i is token[cuts[i]:cuts[i + 1]], pair i the two from there
+    pairs = [ranks.get(token[cut : cut + 2], limit) for cut in cuts[:-2]]
+    while len(pairs) > 1:
+        rank = min(pairs)
         if rank >= limit:
             return None
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return parts[0], parts[1]
+        at = pairs.index(rank)
+        del cuts[at + 1], pairs[at]
+        for near in range(max(at - 1, 0), min(at + 1, len(pairs))):
+            pairs[near] = ranks.get(token[cuts[near] : cuts[near + 2]], limit)
+    return token[: cuts[1]], token[cuts[1] :]
 
 
 def _control_tokens(first: int, named: Mapping[int, Mapping[str, Any]], path: Path) -> list[dict[str, Any]]:
