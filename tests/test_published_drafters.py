@@ -202,8 +202,12 @@ def test_a_reshaped_tensor_is_named(name: str) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_number_that_is_none_is_named(name: str, value: float) -> None:
     """What speculators fills embeddings and heads with that were never loaded."""
+
+    def change(tensors: Tensors) -> None:
+        tensors[name].view(-1)[-1] = value
+
     with pytest.raises(CheckpointError, match=f"{name} holds NaN or infinity"):
-        changed(WHOLE, lambda tensors: tensors[name].view(-1)[-1:].fill_(value))
+        changed(WHOLE, change)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
@@ -453,7 +457,8 @@ def their_model(eagle3: ModuleType, config: Config, tensors: Tensors) -> torch.n
     if config["yarn"]:
         rope |= config["yarn"] | {"rope_type": "yarn"}
     kind = Qwen3Config if config["qk_norm"] else LlamaConfig
-    layer = kind(**{name: config[name] for name in same}, rope_parameters=rope, attn_implementation="eager")
+    sizes: dict[str, Any] = {name: config[name] for name in same} | {"attn_implementation": "eager"}
+    layer = kind(**sizes, rope_parameters=rope)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "draft_vocab_size")
     wiring = {name: config[name] for name in flags} | {"eagle_aux_hidden_state_layer_ids": config["boundaries"]}
     model = eagle3.Eagle3DraftModel(eagle3.Eagle3SpeculatorConfig(transformer_layer_config=layer, **wiring))
