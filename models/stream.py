@@ -127,6 +127,7 @@ class StreamedTarget:
         with torch.device("meta"):
             norm = RMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
             head = Linear(self.config.hidden_size, self.config.vocab_size)
+        give_back_memory()  # the last layer's: a head of its size would not fit into the holes
         fill.fill(norm, NORM)
         fill.fill(head, self._head_name)
         return norm, head

@@ -163,10 +163,10 @@ def _run_layers(
     h = source.embed(flat.ids)
     cache = _LayerCache(1, 1 + flat.num_rows, 1, source.config.latent_width, source.dtype, source.device)
     _capture(captured, boundaries, 0, h)
-    for index, layer in enumerate(_layers(source, progress)):
+    for layer in _layers(source, progress):  # no enumerate: it holds on to what it gave last
         _run_layer(layer, source, flat, cache, h)
+        _capture(captured, boundaries, layer.index + 1, h)
         del layer  # or it would stay in memory while the next is loaded
-        _capture(captured, boundaries, index + 1, h)
     return h
 
 
