@@ -95,6 +95,7 @@ class Report:
             "undecided": self.undecided,
             "num_positions": self.num_positions,
             "causes": [_cause_json(cause) for cause in self.causes],
+            "best": found.best.name if found else None,
             "alike": [result.name for result in found.alike] if found else [],
             "findings": [vars(finding) for finding in self.findings],
             "readings": [_result_json(result, found.base) for result in found.results] if found else [],
@@ -301,12 +302,15 @@ def ranked_causes(found: Diagnosis, findings: Sequence[Finding], undecided: str 
     seen = [Cause(finding.sentence, finding.remedy) for finding in faults if not finding.is_decisive]
     measured = list(found.causes)
     causes = decisive + (measured + seen if measured and measured[0].result else seen + measured)
-    if undecided:
-        best = (measured[0].result if measured else None) or found.base
-        listed = " ".join(map(str, best.reading.config.boundaries))
-        sentence = f"the drafter's files don't say which states it reads; measured best: boundaries {listed}"
-        causes.insert(0, Cause(sentence, f"pass --boundaries {listed}, or pass --fix", best))
-    return tuple(causes)
+    return (_undecided(found), *[c for c in causes if c.result is not found.best]) if undecided else tuple(causes)
+
+
+def _undecided(found: Diagnosis) -> Cause:
+    """That the drafter's files leave the boundaries open, and which are right by measurement."""
+    listed = " ".join(map(str, found.best.reading.config.boundaries))
+    remedy = next((cause.remedy for cause in found.causes if cause.result is found.best), f"pass --boundaries {listed}")
+    sentence = f"the drafter's files don't say which states it reads; measured: boundaries {listed}"
+    return Cause(sentence, remedy, found.best)
 
 
 def fix(report: Report, directory: Path, source: Source, wiring: Wiring, options: argparse.Namespace) -> str | None:
@@ -373,7 +377,7 @@ def lines(report: Report) -> list[str]:
         said.append(f"undecided: {report.undecided}")
     said += [_line(cause, index) for index, cause in enumerate(report.causes[:3])]
     if found.alike:
-        said.append(f"can't be told apart from the first by this text: {', '.join(r.name for r in found.alike)}")
+        said.append(f"can't be told from {found.best.name!r} by this text: {', '.join(r.name for r in found.alike)}")
     said += [f"fixed: {report.fixed}"] if report.fixed else []
     return said if report.causes else [*said, "healthy: no other reading agrees better with the target"]
 

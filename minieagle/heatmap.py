@@ -28,7 +28,8 @@ svg text { font: 12px system-ui, sans-serif } .fault, .refused { color: #a00 } .
 {%- if cause.gain %} ({{ "%+.2f" | format(cause.gain) }} &plusmn; {{ "%.2f" | format(cause.error) }} tokens per step)
 {%- endif %}</li>
 {% endfor %}</ol>{% endif %}
-{% if report.alike %}<p>Can't be told apart from the first by this text: {{ report.alike | join(", ") }}</p>{% endif %}
+{% if report.alike %}<p>Can't be told from "{{ report.best }}" by this text: {{ report.alike | join(", ") }}</p>
+{% endif %}
 {% if report.findings %}<h2>Seen</h2><ul>
 {% for finding in report.findings %}<li{% if finding.is_fault %} class="fault"{% endif %}>{{ finding.sentence }}</li>
 {% endfor %}</ul>{% endif %}

@@ -197,7 +197,8 @@ class Result:
 
     @property
     def name(self) -> str:
-        return " + ".join(f"{change.aspect}: {change.name}" for change in self.changes) or "as wired"
+        names = {change.aspect: change.name for change in self.changes}  # the last of an aspect has it whole
+        return " + ".join(f"{aspect}: {name}" for aspect, name in names.items()) or "as wired"
 
 
 @dataclass(frozen=True)
@@ -211,10 +212,12 @@ class Cause:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """base: the drafter as it is wired. results: all readings, best first. causes: likeliest first, none when healthy.
-    alike: readings that can't be told from the best one by this text."""
+    """base: the drafter as it is wired. best: the likeliest reading, base itself when none is surely better. results:
+    all readings, highest score first. causes: likeliest first, none when healthy. alike: readings that can't be told
+    from the best one by this text."""
 
     base: Result
+    best: Result
     results: tuple[Result, ...]
     causes: tuple[Cause, ...]
     alike: tuple[Result, ...]
@@ -295,7 +298,7 @@ def diagnose(
             break
         best = search.likeliest()
     ranked = sorted(search.results, key=_rank, reverse=True)
-    return Diagnosis(search.base, tuple(ranked), _causes(search.base, best, ranked), _alike(best, ranked))
+    return Diagnosis(search.base, best, tuple(ranked), _causes(search.base, best, ranked), _alike(best, ranked))
 
 
 class _Search:
@@ -383,8 +386,9 @@ def _surely_better(new: Score, old: Score) -> bool:
 
 
 def _alike(best: Result, ranked: Sequence[Result]) -> tuple[Result, ...]:
-    """Other readings, no further from the wiring, that neither measure tells from the best one."""
-    rivals = [r for r in ranked if r.is_whole and r is not best and 0 < len(r.changes) <= len(best.changes)]
+    """Other readings, as near to the wiring, that neither measure tells from the best one."""
+    most = max(1, len(best.changes))
+    rivals = [r for r in ranked if r.is_whole and r is not best and 0 < len(r.changes) <= most]
     return tuple(r for r in rivals if _is_noise(best.score, r.score))
 
 
@@ -407,8 +411,8 @@ def is_mended(result: Result) -> bool:
 
 def _cause(result: Result) -> Cause:
     sentence = "; and ".join(change.cause for change in result.changes)
-    remedy = "; and ".join(change.remedy for change in result.changes)
-    return Cause(sentence, remedy, result)
+    remedies = {change.aspect: change.remedy for change in result.changes}
+    return Cause(sentence, "; and ".join(remedies.values()), result)
 
 
 def _foreign(best: Result) -> Cause:

@@ -319,6 +319,14 @@ def test_undecided_boundaries_are_measured_and_a_fault(name: str, tmp_path: Path
     assert "don't say which states it reads" in capsys.readouterr().out
 
 
+def test_outputs_taken_for_inputs_are_told_in_the_users_words(tmp_path: Path):
+    drafter, wiring, undecided = diagnosis.open_undecided(faulty("layer ids without convention", tmp_path), target())
+    found, findings = judge(target(), drafter, wiring, recording(), tmp_path / "layer-ids-without-convention")
+    first, *others = ranked_causes(found, findings, undecided)
+    assert "measured: boundaries 2 5 8" in first.sentence and "--capture-convention out" in first.remedy
+    assert all(cause.result is not first.result for cause in others)
+
+
 def test_a_streamed_target_gives_the_same_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(diagnosis, "diagnose", partial(diagnose, max_changes=0))
     lines = [json.dumps({"tokens": text.tokens.tolist(), "prompt_len": 20}) for text in recording().texts]
