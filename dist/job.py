@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from minieagle.dist.group import Group
@@ -23,7 +23,7 @@ FAILED = 1
 
 
 @contextmanager
-def job(group: Group, *, hang_timeout_s: float = HANG_TIMEOUT_S) -> Iterator[Ranks]:
+def job(group: Group, *, hang_timeout_s: float = HANG_TIMEOUT_S) -> Generator[Ranks]:
     """The ranks of `group`, connected and watched, until the block ends. A fault ends the process of a rank that isn't
     alone. Raises GroupError when the ranks can't be connected."""
     ranks = Ranks(group)

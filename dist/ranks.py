@@ -10,16 +10,21 @@ row's bits would depend on the rows beside it; here every rank gathers the parti
 order of ranks, which for the few rows of a decode step is the fastest algorithm anyway (one latency instead of two).
 """
 
+# torch annotates its collectives only in part.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import ProcessGroup
 
 from minieagle.dist.group import Group, GroupError
 from minieagle.dist.watch import Activity, Store
@@ -52,8 +57,8 @@ class Ranks:
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=CONNECT_TIMEOUT_S))
             lasting = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-            self._data = dist.new_group(backend=backend, timeout=lasting)
-            self._control = dist.new_group(backend="gloo", timeout=lasting)
+            self._data = _new_group(backend, lasting)
+            self._control = _new_group("gloo", lasting)
         except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
             raise GroupError(
                 f"rank {self.rank} can't reach the other {self.size - 1} ranks within {CONNECT_TIMEOUT_S} s: {error}"
@@ -107,17 +112,19 @@ class Ranks:
         with self.activity:
             dist.broadcast(padded, src=0, group=self._control)
         count = int(padded[0])
-        numbers: list[int] = padded[1 : 1 + min(count, ANNOUNCED)].tolist()
+        numbers = cast("list[int]", padded[1 : 1 + min(count, ANNOUNCED)].tolist())
         if count > ANNOUNCED:
             rest = torch.zeros(count - ANNOUNCED, dtype=torch.int64)
             dist.broadcast(rest, src=0, group=self._control)
-            numbers += rest.tolist()
+            numbers += cast("list[int]", rest.tolist())
         return numbers
 
     def new_store(self) -> Store:
         """A connection of its own to the rendezvous store, for a thread that looks on."""
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+        return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            address, port, is_master=False, wait_for_workers=False
+        )
 
     def close(self) -> None:
         """Leave the group: rank 0 lets the others go, who call this when they have been told."""
@@ -125,6 +132,13 @@ class Ranks:
             self.farewell()
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _new_group(backend: str, timeout: timedelta) -> ProcessGroup:
+    """A group of all ranks."""
+    group = dist.new_group(backend=backend, timeout=timeout)
+    assert isinstance(group, ProcessGroup), "every rank is a member"
+    return group
 
 
 def _listen_on_loopback(environment: Mapping[str, str]) -> None:

@@ -6,13 +6,13 @@ never given out; its rows stay zero and stand in for masked keys. Page size chan
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # lockstep.py drives caches
-    from minieagle.models.lockstep import Lead
+from minieagle.models.rows import Rows
 
 
 class OutOfPages(RuntimeError):
@@ -58,6 +58,15 @@ class PagePool:
         return (first.unsqueeze(1) + torch.arange(self.page_size)).flatten().to(device)
 
 
+class Announcer(Protocol):
+    """Rank 0's voice (lockstep.py), as caches and models know it: told before each of them does something."""
+
+    def cache(self, cache: PagedCache, *, of_drafter: bool, num_slots: int) -> None: ...
+    def keep(self, cache: PagedCache, source: Tensor, target: Tensor) -> None: ...
+    def target(self, rows: Rows, cache: PagedCache, boundaries: Sequence[int], logit_rows: Tensor | None) -> None: ...
+    def drafter(self, rows: Rows, states: Tensor, cache: PagedCache, logit_rows: Tensor | None) -> None: ...
+
+
 class PagedCache:
     """Rows of every layer: data [num_layers, num_slots, num_heads, width]. Mutable: `write` puts the rows of a forward
     behind the committed ones, `keep` moves accepted rows into place."""
@@ -66,7 +75,7 @@ class PagedCache:
         self, num_layers: int, num_slots: int, num_heads: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.data = torch.zeros(num_layers, num_slots, num_heads, width, dtype=dtype, device=device)
-        self.lead: Lead | None = None
+        self.lead: Announcer | None = None
         """Rank 0 of several: tells the other ranks before rows move."""
 
     @property

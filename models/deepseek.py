@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from minieagle.models.attention import AttentionPlan
-from minieagle.models.cache import PagedCache
+from minieagle.models.cache import Announcer, PagedCache
 from minieagle.models.config import TargetConfig
 from minieagle.models.layers import Linear, RMSNorm, SwiGLU
 from minieagle.models.mla import LatentAttention
@@ -23,9 +22,6 @@ from minieagle.models.moe import MixtureOfExperts
 from minieagle.models.rope import RotaryTable
 from minieagle.models.rows import Rows
 from minieagle.models.shards import WHOLE, Shards
-
-if TYPE_CHECKING:  # lockstep.py drives targets
-    from minieagle.models.lockstep import Lead
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ class Target(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, vocabulary)
         self.rotary: RotaryTable
-        self.lead: Lead | None = None
+        self.lead: Announcer | None = None
         """Rank 0 of several: tells the other ranks before it runs."""
 
     @property

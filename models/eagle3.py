@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from minieagle.models.attention import AttentionPlan
-from minieagle.models.cache import PagedCache
+from minieagle.models.cache import Announcer, PagedCache
 from minieagle.models.deepseek import Target
 from minieagle.models.drafter_config import DrafterConfig
 from minieagle.models.gqa import GroupedAttention
@@ -27,9 +27,6 @@ from minieagle.models.mla import LatentAttention
 from minieagle.models.rope import ROTATIONS, RotaryTable
 from minieagle.models.rows import Rows
 from minieagle.models.shards import WHOLE, Shards
-
-if TYPE_CHECKING:  # lockstep.py drives drafters
-    from minieagle.models.lockstep import Lead
 
 
 @dataclass(frozen=True)
@@ -137,7 +134,7 @@ class Drafter(nn.Module):
         if config.own_head:
             rows = shards.local(config.draft_vocab_size, "draft_vocab_size", summed=False)
             self.lm_head = Linear(config.hidden_size, rows)
-        self.lead: Lead | None = None
+        self.lead: Announcer | None = None
         """Rank 0 of several: tells the other ranks before it runs."""
         self.embed_tokens: Tensor
         self.rotary: RotaryTable

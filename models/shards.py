@@ -18,10 +18,7 @@ import torch
 from torch import Tensor
 
 from minieagle.dist.ranks import ALONE, Ranks
-
-
-class ShardError(ValueError):
-    """A model that can't be cut as asked for: names the size, the number of pieces and what would work."""
+from minieagle.dist.shard import ShardError
 
 
 @dataclass(frozen=True)

@@ -541,7 +541,7 @@ def test_a_busy_port_is_named_before_anything_is_loaded(capsys: pytest.CaptureFi
         ("--eagle-topk 4", "num_steps"),
         ("--num-steps 3 --eagle-topk 2", "num_draft_tokens"),
         ("--num-steps 3 --eagle-topk 1 --num-draft-tokens 8", "num_draft_tokens"),
-        ("--no-spec --num-steps 3", "drafter"),
+        ("--no-spec --tree chain:3", "drafter"),
         ("--model nowhere", "nowhere"),
         ("--max-seqs 0", "max_seqs"),
     ],
