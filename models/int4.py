@@ -8,6 +8,8 @@ the shape, the packed words and a plain dequantise-then-multiply everywhere else
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 
@@ -55,13 +57,36 @@ def _native(out_features: int, group_size: int, device: torch.device) -> bool:
 
 
 def _native_codes(packed: Tensor) -> Tensor:
-    """Packed words [out, in / 8] in the layout of PyTorch's product, [out, in / 2] uint8. Some rows at a time: unpacked
-    codes are 8 times as large, and blocks of that size amid lasting ones leave holes that peak memory pays for."""
+    """Packed words [out, in / 8] in the layout of PyTorch's product, [out, in / 2] uint8."""
+    if packed.shape[0] % NATIVE_ROWS == 0 and _interleaves():
+        return _interleaved(packed)
+    return _converted(packed)
+
+
+def _converted(packed: Tensor) -> Tensor:
+    """The layout by PyTorch's own conversion. Some rows at a time: unpacked codes are 8 times as large, and blocks of
+    that size amid lasting ones leave holes that peak memory pays for."""
     codes = torch.empty(packed.shape[0], packed.shape[1] * WORD // 2, dtype=torch.uint8)
     for start in range(0, packed.shape[0], NATIVE_ROWS):
         rows = slice(start, start + NATIVE_ROWS)
         codes[rows] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack(packed[rows]) + 8, 1)
     return codes
+
+
+def _interleaved(packed: Tensor) -> Tensor:
+    """The same by a rearrangement of half bytes, in a twentieth of the time: of each 64 rows, column after column, 32
+    bytes with row i in the low and row i + 32 in the high half."""
+    low, high = packed.view(torch.uint8).view(-1, 2, NATIVE_ROWS // 2, packed.shape[1] * 4).unbind(1)
+    even, odd = (low & 15) | (high << 4), (low >> 4) | (high & 0xF0)
+    columns = torch.stack((even, odd), dim=-1).flatten(2)
+    return columns.transpose(1, 2).reshape(packed.shape[0], -1)
+
+
+@cache
+def _interleaves() -> bool:
+    """Whether this processor's layout is that of `_interleaved`; others use other blocks."""
+    sample = torch.arange(NATIVE_ROWS * 8, dtype=torch.int64).mul(0x9E3779B1).to(torch.int32).view(NATIVE_ROWS, 8)
+    return torch.equal(_interleaved(sample), _converted(sample))
 
 
 class Int4Linear(nn.Module):

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from minieagle.models import int4
 from minieagle.models.int4 import Int4Linear, dequantize, pack, quantize, unpack
 from tests.oracles import dequantised, nibbles
 from tests.strategies import SEEDS, splits
@@ -164,3 +165,11 @@ def test_codes_stay_packed_in_memory(shape: tuple[int, int, int], dtype: torch.d
     linear, _, _ = product(shape, 1, seed, dtype)
     zeros = 2 if linear.native else 1  # the native product stores a zero point beside every scale
     assert linear.nbytes == rows * columns // 2 + zeros * rows * columns // size * dtype.itemsize
+
+
+@pytest.mark.skipif(not int4._interleaves(), reason="this processor's INT4 layout has other blocks: torch converts")
+@given(st.integers(1, 3), st.integers(1, 6), st.integers(0, 2**32))
+def test_the_fast_layout_is_the_librarys(blocks: int, words: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    packed = torch.randint(-(2**31), 2**31, (64 * blocks, words), generator=generator).to(torch.int32)
+    assert torch.equal(int4._interleaved(packed), int4._converted(packed))
