@@ -42,6 +42,12 @@ MIN_NATS = 0.01
 """Tokens per step, and nats per token, below which nobody would mind."""
 LEAST_LOG_PROB = -10.0
 """A choice given less is as wrong as can be; a few much lower ones would drown the mean in their error."""
+AHEAD_AGREEMENT = 0.5
+"""A reading that sees ahead counts only with this agreement at depth 1: a drafter trained so has it, as it was given
+the answer, and one that was not gains a few per cent on text that it knows badly."""
+MIN_OWN = 0.3
+"""Share of a text's tokens that must be the target's choice: 0.5 to 0.7 on ordinary text, 1 on its own greedy text. On
+text that the target itself can't guess, a healthy drafter agrees as badly as a wrong one."""
 MAX_CHANGES = 3
 SCREEN_ROOTS = 100
 KEPT = 3, 12
@@ -63,12 +69,24 @@ class Recording:
     first: tuple[int, ...]
 
     def check(self) -> None:
-        """Raises RecordingError when there is too little to judge by."""
+        """Raises RecordingError when there is too little to judge by, or it is not text that the target would write."""
         if self.num_roots < MIN_ROOTS:
             raise RecordingError(
                 f"the text gives {self.num_roots} positions to draft from, {MIN_ROOTS} are needed to tell a fault from "
                 "noise: pass a longer one"
             )
+        if self.own_share < MIN_OWN:
+            raise RecordingError(
+                f"{100 * self.own_share:.0f} % of the text's tokens are the target's choice, {100 * MIN_OWN:.0f} % are "
+                "needed to judge a drafter by: pass text that this target would write; if it is that, the target "
+                "itself is not loaded right"
+            )
+
+    @property
+    def own_share(self) -> float:
+        """How much of the text is the target's greedy choice."""
+        pairs = [(text.best[:-1], text.tokens[1:], self.roots(index)) for index, text in enumerate(self.texts)]
+        return float(torch.cat([(best[roots] == token[roots]).float() for best, token, roots in pairs]).mean())
 
     def roots(self, index: int) -> slice:
         """The scored slots of a text: those with a whole chain before its end, one position left over for shifts."""
@@ -352,7 +370,7 @@ class _Search:
         tokens per step and then by log-probability: the one with the fewest changes, of equals the most probable. The
         base when none is better."""
         ranked = sorted(self.results, key=_rank, reverse=True)
-        better = [r for r in ranked if r.is_whole and _surely_better(r.score, self.base.score)]
+        better = [r for r in ranked if r.is_whole and _mends(r, self.base)]
         if not better:
             return self.base
         near = [r for r in better if not better[0].score.gain_over(r.score).exceeds(Z_BETWEEN)]
@@ -378,6 +396,11 @@ def _recorded(reading: Reading, setting: Setting) -> bool:
     return taken <= set(setting.recorded)
 
 
+def _mends(result: Result, base: Result) -> bool:
+    ahead = result.reading.sees_ahead and result.score.rates[0] < AHEAD_AGREEMENT
+    return not ahead and _surely_better(result.score, base.score)
+
+
 def _surely_better(new: Score, old: Score) -> bool:
     """By tokens per step; or, at no clear loss of these, by log-probability, which is what training raised and which
     sees weaker faults."""
@@ -400,7 +423,7 @@ def _causes(base: Result, best: Result, ranked: Sequence[Result]) -> tuple[Cause
     """The best reading's changes as one cause, then the next best ones; before them, that a drafter which no reading
     mends is untrained for this target."""
     others = [r for r in ranked if r is not best and 0 < len(r.changes) <= len(best.changes)]
-    found = [_cause(r) for r in (best, *others) if r is not base and _surely_better(r.score, base.score)]
+    found = [_cause(r) for r in (best, *others) if r is not base and _mends(r, base)]
     return tuple(found) if is_mended(best) else (_foreign(best), *found)
 
 

@@ -50,6 +50,12 @@ class Reading:
     swapped_norms: bool = False
     target_head: bool = False
 
+    @property
+    def sees_ahead(self) -> bool:
+        """Whether it is fed what serving doesn't have yet: the state that the target's choice comes from, or the choice
+        itself, which helps any drafter a little."""
+        return self.token_shift > 0 or self.state_shift > 0
+
 
 @dataclass(frozen=True)
 class Change:

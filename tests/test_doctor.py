@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from minieagle import diagnosis
 from minieagle.diagnosis import Report, judge, ranked_causes
 from minieagle.heatmap import page
 from minieagle.llm import embedded
+from minieagle.models.drafter_weights import load_drafter
 from minieagle.models.eagle3 import Drafter
 from minieagle.spec.checks import check_fusion, check_vocabulary, check_weights, looks_random
 from minieagle.spec.doctor import (
@@ -28,7 +30,9 @@ from minieagle.spec.doctor import (
     Diagnosis,
     Recording,
     RecordingError,
+    Result,
     Score,
+    _mends,
     captured_states,
     diagnose,
     score,
@@ -37,7 +41,9 @@ from minieagle.spec.hypotheses import D2T, Reading, Setting, Unreadable, boundar
 from minieagle.spec.observe import observe_texts
 from minieagle.spec.walk import walk
 from minieagle.spec.wiring import FILE, Wiring, open_drafter, read_wiring, write_wiring
+from tests.drafter_oracle import BASE, WIRINGS, drafter_tensors, save_drafter_files
 from tests.embedded import target, tokenizer
+from tests.strategies import tiny_target
 
 
 @cache
@@ -129,6 +135,22 @@ def test_a_short_text_is_refused():
         recording().screen().check()
 
 
+def test_text_that_the_target_would_not_write_is_refused():
+    texts = [replace(text, tokens=text.tokens.roll(7)) for text in recording().texts]
+    with pytest.raises(RecordingError, match="of the text's tokens are the target's choice"):
+        replace(recording(), texts=texts).check()
+
+
+@pytest.mark.parametrize(("rate", "counts"), [(0.4, False), (0.9, True)])
+def test_a_reading_that_sees_ahead_must_know_the_answer(rate: float, counts: bool):
+    wanted = torch.rand(320, NUM_STEPS, generator=torch.Generator().manual_seed(0)) < rate
+    flat, blocks = torch.zeros(320, NUM_STEPS), torch.arange(320) // 16
+    base = Result((), wired(), Score(torch.zeros(320, NUM_STEPS).bool(), flat, blocks))
+    ahead = replace(base, reading=replace(wired(), state_shift=1), score=Score(wanted, flat, blocks))
+    assert _mends(ahead, base) is counts
+    assert _mends(replace(ahead, reading=wired()), base)
+
+
 # Readings
 
 
@@ -171,6 +193,22 @@ def test_a_reading_needs_its_weights():
     config = replace(wired().config, fc_norm=True)
     with pytest.raises(Unreadable, match="fc_norms"):
         reread(loaded()[0], target(), wired(), replace(wired(), config=config))
+
+
+@pytest.mark.parametrize("wiring", WIRINGS)
+def test_every_reading_of_every_wiring_runs_or_is_ruled_out(wiring: str, tmp_path: Path):
+    config = BASE | WIRINGS[wiring]
+    drafter = load_drafter(save_drafter_files(tmp_path, config, drafter_tensors(config)), tiny_target())
+    boundaries = boundaries_needed(drafter.config, tiny_target().config.num_hidden_layers)
+    texts = observe_texts(tiny_target(), [list(range(2 * NUM_STEPS + 2))], boundaries)
+    text, original = Recording(boundaries, texts, (1,)), Reading(config=drafter.config)
+    changes = list(grid(original, Setting(tiny_target().config, boundaries)))
+    scored = 0
+    for change in changes:
+        with suppress(Unreadable):
+            variant = reread(drafter, tiny_target(), original, change.reading)
+            scored += score(variant, change.reading, text).log_probs.isfinite().any().item()
+    assert scored > len(changes) // 2
 
 
 def test_what_a_rank_holds_lies_between_two_boundaries():
