@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, settings
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Read by Triton when it is first imported: its kernels are interpreted, so that they run without a GPU.
+os.environ["TRITON_INTERPRET"] = "1"
 
 # No test asserts a time, so none has a deadline. Examples are drawn anew in every run and a failing one is printed with
 # the line that repeats it; tests of tensor algebra that can afford more say so themselves.

@@ -1,0 +1,59 @@
+"""Products in fixed tiles, in Triton's interpreter: right, and with the same bits for a row in any batch."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.strategies import SEEDS
+
+pytest.importorskip("triton", reason="Triton is not installed: its kernels can't be tried")
+
+from minieagle.models.tiled_linear import ROWS, tiled_linear, tiled_per_head  # noqa: E402
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+FEW = settings(max_examples=8)
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    """Float32 sums, rounded once to got's dtype."""
+    step = 2.0**-8 if got.dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(got.double(), wanted, rtol=step, atol=1e-5)
+
+
+@FEW
+@given(st.integers(1, 35), st.sampled_from([(7, 24), (33, 128), (64, 200)]), DTYPES, SEEDS)
+def test_products_are_right(num: int, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> None:
+    x, weight = random(num, shape[1], seed=seed, dtype=dtype), random(*shape, seed=seed + 1, dtype=dtype)
+    close(tiled_linear(x, weight), x.double() @ weight.double().t())
+
+
+@FEW
+@given(st.integers(1, 18), st.sampled_from([(2, 16, 40), (3, 24, 7)]), DTYPES, SEEDS)
+def test_products_per_head_are_right(num: int, shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> None:
+    heads, inner, columns = shape
+    x = random(num, heads, inner, seed=seed, dtype=dtype)
+    weight = random(heads, inner, columns, seed=seed + 1, dtype=dtype)
+    close(tiled_per_head(x, weight), torch.einsum("tha,hab->thb", x.double(), weight.double()))
+
+
+@FEW
+@given(st.integers(1, 39), DTYPES, SEEDS)
+def test_rows_keep_their_bits_whatever_comes_behind_them(num: int, dtype: torch.dtype, seed: int) -> None:
+    """At one place in a tile: the interpreter multiplies by numpy, whose rows differ by place. A GPU's do not, which
+    bench/gpu_check.py tests."""
+    x, weight = random(40, 200, seed=seed, dtype=dtype), random(33, 200, seed=seed + 1, dtype=dtype)
+    whole = tiled_linear(x, weight)
+    assert torch.equal(tiled_linear(x[:num], weight), whole[:num])
+    assert torch.equal(tiled_linear(x[ROWS:], weight), whole[ROWS:])
+
+
+def test_rows_of_a_wider_tensor_are_read_where_they_lie() -> None:
+    wide, weight = random(5, 64, seed=0, dtype=torch.float32), random(9, 24, seed=1, dtype=torch.float32)
+    part = wide[:, 8:32]
+    assert not part.is_contiguous() and torch.equal(tiled_linear(part, weight), tiled_linear(part.clone(), weight))
