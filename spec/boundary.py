@@ -184,7 +184,7 @@ def _declared(config: Mapping[str, object]) -> dict[str, list[int]]:
     """The fields that declare the capture, and their ids."""
     nested = config.get("eagle_config")
     if not isinstance(nested, Mapping | None):
-        raise BoundaryError(f"eagle_config is {nested!r}: it must be an object with {IDS} in it, or be absent")
+        raise BoundaryError(f"eagle_config is {nested!r:.200}: it must be an object with {IDS} in it, or be absent")
     inner = cast("Mapping[str, object]", nested or {})
     fields = {
         "boundaries": config.get("boundaries"),
@@ -214,7 +214,7 @@ def _integers(value: object, field: str) -> list[int]:
     items = cast("Sequence[object]", value) if isinstance(value, list | tuple) else ()
     ids = [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
     if not ids or len(ids) != len(items):
-        raise BoundaryError(f"{field} is {value!r}: it must be a non-empty list of integers")
+        raise BoundaryError(f"{field} is {value!r:.200}: it must be a non-empty list of integers")
     return ids
 
 
