@@ -79,7 +79,7 @@ def _interleaved(packed: Tensor) -> Tensor:
     low, high = packed.view(torch.uint8).view(-1, 2, NATIVE_ROWS // 2, packed.shape[1] * 4).unbind(1)
     even, odd = (low & 15) | (high << 4), (low >> 4) | (high & 0xF0)
     columns = torch.stack((even, odd), dim=-1).flatten(2)
-    return columns.transpose(1, 2).reshape(packed.shape[0], -1)
+    return columns.transpose(1, 2).contiguous().view(packed.shape[0], -1)
 
 
 @cache
