@@ -258,6 +258,13 @@ FAULTS: tuple[Fault, ...] = (
 )
 
 
+NOTES = (
+    "partial sums and late positions are put into what the drafter is fed, by the doctor's own simulation of them",
+    "not in the matrix, since no text of this length tells them apart: the un-normed state at the head "
+    "(norm_before_head), the target's mild YaRN (factor 4), position base 0 or 1",
+)
+
+
 def write_faulty(fault: Fault, target: Target, directory: Path) -> Path:
     """The embedded drafter with the fault in it, in a folder of `directory`."""
     folder = directory / fault.name.replace(" ", "-")
@@ -341,7 +348,9 @@ def bench(options: argparse.Namespace, report: Report) -> None:
     rows = [[fault.name, one.how, one.words[:110]] for fault, one in zip(chosen, found, strict=True)]
     report.table(f"{len(rows)} faults, {recording.num_roots} positions", ("fault", "found as", "words"), rows)
     missed = sum(not one.is_found for one in found)
-    report.notes([f"{len(rows) - missed} of {len(rows)} are refused by name or among the doctor's first two causes"])
+    report.notes(
+        [f"{len(rows) - missed} of {len(rows)} are refused by name or among the doctor's first two causes", *NOTES]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

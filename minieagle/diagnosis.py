@@ -30,7 +30,7 @@ from minieagle.sampling import SamplingParams
 from minieagle.source import add_source_options, drafter_directory, model_directory, open_source, reading
 from minieagle.spec.boundary import BoundaryError, default_inputs
 from minieagle.spec.checks import Finding, check_config, check_fusion, check_vocabulary, check_weights
-from minieagle.spec.doctor import NUM_STEPS, Cause, Diagnosis, Recording, Result, diagnose
+from minieagle.spec.doctor import NUM_STEPS, Cause, Diagnosis, Recording, Result, check_lengths, diagnose
 from minieagle.spec.fingerprint import tokenizer_fingerprint
 from minieagle.spec.golden import check_golden, golden_vectors
 from minieagle.spec.hypotheses import Reading, Setting, boundaries_needed
@@ -237,11 +237,12 @@ def open_undecided(
 
 
 def _read(path: Path, tokenizer: Tokenizer) -> list[Passage]:
-    """The first MAX_TOKENS tokens of a text file."""
+    """The first MAX_TOKENS tokens of a text file. Raises TextError or RecordingError, before any model is loaded."""
     kept: list[Passage] = []
     for passage in read_passages(path, tokenizer, PASSAGE_TOKENS):
         if sum(len(other.tokens) for other in kept) < MAX_TOKENS:
             kept.append(replace(passage, tokens=passage.tokens[:PASSAGE_TOKENS]))
+    check_lengths([len(passage.tokens) for passage in kept], [passage.prompt_len for passage in kept])
     return kept
 
 
@@ -379,7 +380,7 @@ def lines(report: Report) -> list[str]:
     if found.alike:
         said.append(f"can't be told from {found.best.name!r} by this text: {', '.join(r.name for r in found.alike)}")
     said += [f"fixed: {report.fixed}"] if report.fixed else []
-    return said if report.causes else [*said, "healthy: no other reading agrees better with the target"]
+    return said if report.causes else [*said, "healthy: no other reading surely agrees better with the target"]
 
 
 def _line(cause: Cause, index: int) -> str:

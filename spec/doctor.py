@@ -70,11 +70,7 @@ class Recording:
 
     def check(self) -> None:
         """Raises RecordingError when there is too little to judge by, or it is not text that the target would write."""
-        if self.num_roots < MIN_ROOTS:
-            raise RecordingError(
-                f"the text gives {self.num_roots} positions to draft from, {MIN_ROOTS} are needed to tell a fault from "
-                "noise: pass a longer one"
-            )
+        check_lengths([len(text.tokens) for text in self.texts], self.first)
         if self.own_share < MIN_OWN:
             raise RecordingError(
                 f"{100 * self.own_share:.0f} % of the text's tokens are the target's choice, {100 * MIN_OWN:.0f} % are "
@@ -90,8 +86,7 @@ class Recording:
 
     def roots(self, index: int) -> slice:
         """The scored slots of a text: those with a whole chain before its end, one position left over for shifts."""
-        first = max(1, self.first[index])
-        return slice(first, max(first, len(self.texts[index].tokens) - NUM_STEPS - 1))
+        return _roots(len(self.texts[index].tokens), self.first[index])
 
     @property
     def longest(self) -> int:
@@ -119,8 +114,24 @@ class Recording:
         return torch.cat(found)
 
 
+def _roots(length: int, first: int) -> slice:
+    start = max(1, first)
+    return slice(start, max(start, length - NUM_STEPS - 1))
+
+
 def _length(roots: slice) -> int:
     return roots.stop - roots.start
+
+
+def check_lengths(lengths: Sequence[int], first: Sequence[int]) -> None:
+    """Raises RecordingError when texts of these lengths, drafted from these positions on, are too little to judge by:
+    to be known before the target is run over them."""
+    num_roots = sum(_length(_roots(length, start)) for length, start in zip(lengths, first, strict=True))
+    if num_roots < MIN_ROOTS:
+        raise RecordingError(
+            f"the text gives {num_roots} positions to draft from, {MIN_ROOTS} are needed to tell a fault from noise: "
+            "pass a longer one"
+        )
 
 
 @dataclass(frozen=True)

@@ -375,6 +375,13 @@ def test_a_streamed_target_gives_the_same_report(tmp_path: Path, monkeypatch: py
     assert resident.to_json() == streamed.to_json()
 
 
+def test_a_short_text_is_refused_before_the_target_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(diagnosis, "open_source", None)
+    (tmp_path / "short.txt").write_text("I would like to find a restaurant.")
+    with pytest.raises(RecordingError, match="pass a longer one"):
+        diagnosis.run(options("--text", str(tmp_path / "short.txt")))
+
+
 def test_a_streamed_target_needs_a_text():
     with pytest.raises(ValueError, match="--text FILE"):
         diagnosis.run(options("--stream-layers"))
