@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from minieagle.models.layers import HAS_TRITON
 from minieagle.models.rows import Rows, Span
 
 KEY_BLOCK = 64
@@ -198,6 +199,14 @@ def _attend_group(q: Tensor, cache: Tensor, group: Group, key_width: int, value_
     return _normalised(total).view(q.shape[0], q.shape[1], -1)
 
 
+def _attend_on_gpu(q: Tensor, cache: Tensor, group: Group, key_width: int, value_start: int) -> Tensor:
+    """As _attend_group: a library's products there round by the number of rows."""
+    # Triton comes with CUDA builds of torch only
+    from minieagle.models.row_attention import attend_rows
+
+    return attend_rows(q, cache, group, key_width=key_width, value_start=value_start, key_block=KEY_BLOCK)
+
+
 def _normalised(total: Tensor) -> Tensor:
     return total[..., :-1] / total[..., -1:]
 
@@ -208,9 +217,10 @@ def attend(q: Tensor, cache: Tensor, plan: AttentionPlan, *, key_width: int, val
     q: [T, H, key_width] float32, softmax scale applied; cache: [num_slots, K, width], a key in [:key_width], its value
     in [value_start:] (they may overlap, as in MLA). Returns [T, H, width - value_start] float32.
     """
+    attend_group = _attend_on_gpu if q.is_cuda and HAS_TRITON else _attend_group
     if len(plan.groups) == 1:
-        return _attend_group(q, cache, plan.groups[0], key_width, value_start)
+        return attend_group(q, cache, plan.groups[0], key_width, value_start)
     out = q.new_empty(q.shape[0], q.shape[1], cache.shape[-1] - value_start)
     for group in plan.groups:
-        out[group.rows] = _attend_group(q[group.rows], cache, group, key_width, value_start)
+        out[group.rows] = attend_group(q[group.rows], cache, group, key_width, value_start)
     return out

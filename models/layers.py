@@ -1,7 +1,8 @@
 """The plain layers: RMSNorm and Linear, both with the same bits for a row whatever the number of rows beside it.
 
 bf16 matrix products on a CPU have that property as they are. fp32 ones switch kernels below a dozen rows, so few rows
-are padded to 16. Element-wise functions that treat a vector's tail by scalar code (exp, sigmoid) differ in the last
+are padded to 16. A GPU's library has it for neither, so loaded weights take our own kernel there
+(models/tiled_linear.py), unless `set_exact` gives the promise up for speed. Element-wise functions that treat a vector's tail by scalar code (exp, sigmoid) differ in the last
 bit between the two, so they too are given whole vectors.
 
 Layers have no hooks: `__call__ = forward` makes calling one a plain call, 1 us less, 140 times a token.
@@ -9,6 +10,7 @@ Layers have no hooks: `__call__ = forward` makes calling one a plain call, 1 us 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
 
 import torch
@@ -17,6 +19,9 @@ from torch import Tensor, nn
 
 ROW_TILE = 16
 _PACKED_LINEAR = torch.ops.mkldnn._linear_pointwise.default
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+"""CUDA builds of torch bring it where it exists; without it a GPU computes by library calls, right but not row by row
+the same."""
 
 
 def pad_rows(x: Tensor, multiple: int = ROW_TILE) -> Tensor:
@@ -40,16 +45,19 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """x [T, in] -> [T, out], no bias. `pack()` turns a bf16 CPU weight into oneDNN's blocked layout once: half the
-    time of a one-row product, the same bits; the plain weight is freed."""
+    """x [T, in] -> [T, out], no bias. `pack()`, once the weight is there, turns a bf16 CPU weight into oneDNN's blocked
+    layout: half the time of a one-row product, the same bits; the plain weight is freed. On a GPU it chooses the tiled
+    kernel."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.in_features = in_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.packed: Tensor | None = None
+        self.tiled = False
 
     def pack(self) -> None:
+        self.tiled = self.weight.is_cuda and HAS_TRITON
         if (
             self.weight.device.type == "cpu"
             and self.weight.dtype == torch.bfloat16
@@ -65,11 +73,29 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:
             return _PACKED_LINEAR(x, self.packed, None, "none", [], "")
+        if self.tiled:
+            return tiled_product(x, self.weight)
         if x.dtype == torch.float32 and x.shape[0] < ROW_TILE and not torch.is_grad_enabled():
             return F.linear(pad_rows(x), self.weight)[: x.shape[0]]
         return F.linear(x, self.weight)
 
     __call__ = forward
+
+
+def tiled_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, in] times weight [out, in], on a GPU."""
+    # Triton comes with CUDA builds of torch only
+    from minieagle.models.tiled_linear import tiled_linear
+
+    return tiled_linear(x, weight)
+
+
+def set_exact(model: nn.Module, exact: bool) -> None:
+    """Whether a model on a GPU keeps a row's bits in any batch (the default) or takes the library's products, which
+    long prompts gain from. Says nothing on a CPU, where both hold."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.tiled = exact and module.weight.is_cuda and HAS_TRITON
 
 
 class SlicedLinear(nn.Module):

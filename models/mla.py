@@ -25,9 +25,14 @@ FLOAT32_FOLD = 2**18
 """kv_b weights of up to this many numbers (1 MB in float32, what a core's cache holds) are kept in float32 on a CPU."""
 
 
-def _per_head(x: Tensor, weight: Tensor) -> Tensor:
+def _per_head(x: Tensor, weight: Tensor, tiled: bool) -> Tensor:
     """x [T, H, a] times weight [H, a, b] -> [T, H, b] in the weight's dtype; fp32 products need rows in fours."""
     rows = x.to(weight.dtype)
+    if tiled:
+        # Triton comes with CUDA builds of torch only
+        from minieagle.models.tiled_linear import tiled_per_head
+
+        return tiled_per_head(rows, weight)
     if weight.dtype == torch.float32:
         rows = pad_rows(rows, 4)
     return torch.bmm(rows.transpose(0, 1), weight).transpose(0, 1)[: x.shape[0]]
@@ -97,12 +102,12 @@ class LatentAttention(nn.Module):
         q_nope, q_pe = q.split((self.nope, self.rope), dim=-1)
         rotated = self.rotate(torch.cat((q_pe, k_pe.unsqueeze(1)), dim=1), cos, sin)
         key = torch.cat((rotated[:, -1], c_kv), dim=-1).unsqueeze(1)
-        query = torch.cat((rotated[:, :-1].to(self.w_uk.dtype), _per_head(q_nope, self.w_uk)), dim=-1)
+        query = torch.cat((rotated[:, :-1].to(self.w_uk.dtype), _per_head(q_nope, self.w_uk, self.qkv_a.tiled)), dim=-1)
         return query, key, key[..., self.rope :]
 
     def output(self, mixed: Tensor, dtype: torch.dtype) -> Tensor:
         """Weighted values [T, H, R] -> [T, output_width] in dtype."""
-        return self.o(_per_head(mixed, self.w_uv).to(dtype).reshape(mixed.shape[0], -1))
+        return self.o(_per_head(mixed, self.w_uv, self.qkv_a.tiled).to(dtype).reshape(mixed.shape[0], -1))
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: PagedCache, layer: int, slots: Tensor, plan: AttentionPlan

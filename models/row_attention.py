@@ -1,0 +1,175 @@
+"""The attention of models/attention.py on a GPU: one Triton kernel with the same rules, so with the same promise.
+
+One program takes one row and up to HEADS query heads of one key head, and walks that row's key blocks in order of
+absolute position: the shared ones, then the row's own tail. Softmax is online: a running peak, and sums that are scaled
+when it rises. What a program computes depends on its own row's keys and on nothing else; a block without a visible key
+is skipped, so padded tables cost and change nothing.
+
+A row's blocks are not shared out over programs, which costs time at long contexts (a decode step of few rows leaves
+processors idle). Products are float32 in precision: three TF32 products each, as exact as float32 where keys are
+bfloat16. Imported only where tensors lie on a GPU (see models/tiled_linear.py).
+
+Shapes as in models/attention.py.
+"""
+
+# Triton's language is not typed: kernels are read by its compiler.
+# pyright: reportUnknownMemberType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from minieagle.models.attention import Group
+
+HEADS = 16
+CHUNK = 64
+
+
+@triton.jit
+def _block(
+    q,
+    cache,
+    slots,
+    visible,
+    peak,
+    norm,
+    total,
+    heads,
+    is_head,
+    q_head,
+    cache_slot,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_START: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+):
+    """One key block: scores, the risen peak, and its share of the sums."""
+    scores = tl.zeros((HEADS, KEY_BLOCK), tl.float32)
+    keys = cache + slots * cache_slot
+    for start in tl.static_range(0, KEY_WIDTH, CHUNK):
+        inner = start + tl.arange(0, CHUNK)
+        is_inner = inner < KEY_WIDTH
+        left = tl.load(
+            q + heads[:, None] * q_head + inner[None, :], mask=is_head[:, None] & is_inner[None, :], other=0.0
+        )
+        right = tl.load(keys[None, :] + inner[:, None], mask=visible[None, :] & is_inner[:, None], other=0.0)
+        scores = tl.dot(left, right.to(tl.float32), scores, input_precision="tf32x3")
+    scores = tl.where(visible[None, :], scores, float("-inf"))
+    risen = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp(scores - risen[:, None])
+    fall = tl.exp(peak - risen)
+    place = tl.arange(0, VALUE_TILE)
+    values = tl.load(
+        keys[:, None] + VALUE_START + place[None, :],
+        mask=visible[:, None] & (place < VALUE_WIDTH)[None, :],
+        other=0.0,
+    )
+    total = tl.dot(weights, values.to(tl.float32), total * fall[:, None], input_precision="tf32x3")
+    return risen, norm * fall + tl.sum(weights, 1), total
+
+
+@triton.jit
+def _attend(
+    q,
+    cache,
+    out,
+    shared_slots,
+    shared_mask,
+    tail_slots,
+    tail_mask,
+    num_shared,
+    num_tail,
+    rows_a_span,
+    heads_a_key,
+    q_row,
+    q_head,
+    cache_slot,
+    cache_head,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_START: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+):
+    """One row, HEADS query heads of one key head. Tables: shared slots [B, S] and mask [B * n, S], tail slots and mask
+    [B * n, W]."""
+    row, key_head = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    of_key = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_head = of_key < heads_a_key
+    heads = key_head * heads_a_key + of_key
+    mine, keys_at = q + row * q_row, cache + key_head * cache_head
+    peak = tl.full((HEADS,), float("-inf"), tl.float32)
+    norm = tl.zeros((HEADS,), tl.float32)
+    total = tl.zeros((HEADS, VALUE_TILE), tl.float32)
+    for start in range(0, num_shared, KEY_BLOCK):
+        places = start + tl.arange(0, KEY_BLOCK)
+        visible = tl.load(shared_mask + row * num_shared + places) == 0.0
+        if tl.max(visible.to(tl.int32), 0) > 0:
+            slots = tl.load(shared_slots + (row // rows_a_span) * num_shared + places)
+            peak, norm, total = _block(
+                mine, keys_at, slots, visible, peak, norm, total, heads, is_head, q_head, cache_slot,
+                KEY_WIDTH, VALUE_START, VALUE_WIDTH, VALUE_TILE, CHUNK, HEADS, KEY_BLOCK,
+            )  # fmt: skip
+    for start in range(0, num_tail, KEY_BLOCK):
+        places = start + tl.arange(0, KEY_BLOCK)
+        visible = tl.load(tail_mask + row * num_tail + places) == 0.0
+        if tl.max(visible.to(tl.int32), 0) > 0:
+            slots = tl.load(tail_slots + row * num_tail + places)
+            peak, norm, total = _block(
+                mine, keys_at, slots, visible, peak, norm, total, heads, is_head, q_head, cache_slot,
+                KEY_WIDTH, VALUE_START, VALUE_WIDTH, VALUE_TILE, CHUNK, HEADS, KEY_BLOCK,
+            )  # fmt: skip
+    place = tl.arange(0, VALUE_TILE)
+    end = out + (row * (tl.num_programs(2) * heads_a_key) + heads[:, None]) * VALUE_WIDTH + place[None, :]
+    tl.store(end, total / norm[:, None], mask=is_head[:, None] & (place < VALUE_WIDTH)[None, :])
+
+
+def attend_rows(q: Tensor, cache: Tensor, group: Group, *, key_width: int, value_start: int, key_block: int) -> Tensor:
+    """Attention of one group: q [B * n, H, key_width] float32 and one layer's cache [num_slots, K, width] -> [B * n, H,
+    width - value_start] float32."""
+    num_rows, num_heads, _ = q.shape
+    _, num_keys, width = cache.shape
+    value_width = width - value_start
+    assert q.stride(2) == 1 and cache.stride(2) == 1, "rows are read as they lie"
+    out = q.new_empty(num_rows, num_heads, value_width)
+    none = out, out, 0  # never read
+    shared = none if group.shared is None else _table(group.shared.slots, group.shared.mask)
+    tail = none if group.tail is None else _table(group.tail.slots, group.tail.mask)
+    each = num_heads // num_keys
+    _attend[num_rows, triton.cdiv(each, HEADS), num_keys](
+        q,
+        cache,
+        out,
+        *shared[:2],
+        *tail[:2],
+        shared[2],
+        tail[2],
+        group.num_rows,
+        each,
+        q.stride(0),
+        q.stride(1),
+        cache.stride(0),
+        cache.stride(1),
+        KEY_WIDTH=key_width,
+        VALUE_START=value_start,
+        VALUE_WIDTH=value_width,
+        VALUE_TILE=max(16, triton.next_power_of_2(value_width)),
+        CHUNK=CHUNK,
+        HEADS=HEADS,
+        KEY_BLOCK=key_block,
+    )
+    return out
+
+
+def _table(slots: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, int]:
+    return slots.contiguous(), mask.contiguous(), slots.shape[-1]
