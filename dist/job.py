@@ -3,23 +3,27 @@
 The one idea: a rank leaves in one of two ways. In order, when rank 0 has told the others that it is over, be it because
 what the user asked for can't be done (a ValueError or OSError on rank 0 once the others listen); or with an error,
 which it prints, tells the others through the store, and ends its process with, since a rank that has failed can answer
-no collective any more. Signals that the launcher sends to all ranks are rank 0's to act on: the others go when
-they are told.
+no collective any more. A rank that only lost the connection to another looks for the cause there. Signals that the
+launcher sends to all ranks are rank 0's to act on: the others go when they are told.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import NoReturn
 
-from minieagle.dist.group import Group
-from minieagle.dist.ranks import Ranks
-from minieagle.dist.watch import HANG_TIMEOUT_S, Watch
+from minieagle.dist.group import Group, GroupError
+from minieagle.dist.ranks import RankLost, Ranks
+from minieagle.dist.watch import HANG_TIMEOUT_S, START_TIMEOUT_S, Watch, end
 
-FAILED = 1
+_ORDERLY = (ValueError, OSError, KeyboardInterrupt, SystemExit)
+"""What may end rank 0's work without anything being wrong with the ranks."""
+
+_POLL_S = 0.02
 
 
 @contextmanager
@@ -33,25 +37,52 @@ def job(group: Group, *, hang_timeout_s: float = HANG_TIMEOUT_S) -> Generator[Ra
     if not ranks.leads:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-    watch = Watch(
-        ranks.new_store(), rank=ranks.rank, size=ranks.size, activity=ranks.activity, hang_timeout_s=hang_timeout_s
-    )
+    watch = _watch(ranks, hang_timeout_s)
     watch.start()
+    refusal: BaseException | None = None
     try:
-        yield ranks
+        try:
+            yield ranks
+        except _ORDERLY as error:
+            if ranks.farewell is None:
+                raise
+            refusal = error
+        _part(ranks, watch)
     except BaseException as error:
-        if ranks.farewell is not None and isinstance(error, ValueError | OSError | KeyboardInterrupt):
-            watch.stop()
-            ranks.close()
-            raise
-        watch.fail(error)
-        _end(ranks.rank, error)
+        _fail(ranks, watch, error)
+    if refusal is not None:
+        raise refusal
+
+
+def _watch(ranks: Ranks, hang_timeout_s: float) -> Watch:
+    try:
+        store = ranks.new_store()
+        return Watch(store, rank=ranks.rank, size=ranks.size, activity=ranks.activity, hang_timeout_s=hang_timeout_s)
+    except RuntimeError as error:
+        raise GroupError(
+            f"rank {ranks.rank} misses another of the {ranks.size} ranks after {START_TIMEOUT_S} s: {error}"
+        ) from error
+
+
+def _part(ranks: Ranks, watch: Watch) -> None:
+    """Rank 0 lets the others go and waits until they have left, since the store may lie in its process."""
+    ranks.dismiss()
+    ranks.activity.rest()
+    if ranks.leads:
+        watch.leave()
+        while not watch.all_left():  # the watch, which still looks, ends this when one of them fails
+            time.sleep(_POLL_S)
     watch.stop()
+    watch.leave()
     ranks.close()
 
 
-def _end(rank: int, error: BaseException) -> None:
-    """Leave without the interpreter's farewell, which would wait for threads inside collectives."""
-    print(f"minieagle rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+def _fail(ranks: Ranks, watch: Watch, error: BaseException) -> NoReturn:
+    """End this process, and with it the job."""
+    words = f"{type(error).__name__}: {error}"
+    if isinstance(error, RankLost):
+        watch.find_culprit()
+        words = str(error)
+    watch.fail(f"rank {ranks.rank} failed: {words}")
     sys.stdout.flush()
-    os._exit(FAILED)
+    end(f"minieagle rank {ranks.rank}: {words}")

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import cast
 
@@ -27,20 +28,35 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from minieagle.dist.group import Group, GroupError
-from minieagle.dist.watch import Activity, Store
+from minieagle.dist.watch import START_TIMEOUT_S, Activity, Store
 
 ANNOUNCED = 4095
 """Integers that travel in one message; longer ones take a second."""
 
-CONNECT_TIMEOUT_S = 60
 COLLECTIVE_TIMEOUT_S = 24 * 3600
 """A dead peer closes its sockets and a hung one is found by watch.py: this is for neither, and must outlast both."""
+
+
+class RankLost(RuntimeError):
+    """The connection to another rank broke, in which nobody can say why: that rank has ended, or its host."""
+
+
+@contextmanager
+def _in_company() -> Generator[None]:
+    """Around what fails when another rank ends. Libraries then speak of sockets and lines of their own source."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise RankLost(f"the connection to another rank is lost ({reason})") from error
 
 
 class Ranks:
     """The ranks of `group`, connected. One rank needs no connection; its gathers are the identity.
 
-    Not for several threads at once. Raises GroupError when the others can't be reached within CONNECT_TIMEOUT_S.
+    Not for several threads at once. Raises GroupError when the others can't be reached within START_TIMEOUT_S.
     """
 
     def __init__(self, group: Group) -> None:
@@ -55,13 +71,13 @@ class Ranks:
             torch.cuda.set_device(self.device)
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         try:
-            dist.init_process_group(backend, timeout=timedelta(seconds=CONNECT_TIMEOUT_S))
+            dist.init_process_group(backend, timeout=timedelta(seconds=START_TIMEOUT_S))
             lasting = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
             self._data = _new_group(backend, lasting)
             self._control = _new_group("gloo", lasting)
         except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
             raise GroupError(
-                f"rank {self.rank} can't reach the other {self.size - 1} ranks within {CONNECT_TIMEOUT_S} s: {error}"
+                f"rank {self.rank} can't reach the other {self.size - 1} ranks within {START_TIMEOUT_S} s: {error}"
             ) from error
 
     @property
@@ -74,23 +90,25 @@ class Ranks:
         if self.size == 1:
             return x.unsqueeze(0)
         out = x.new_empty(self.size, *x.shape)
-        with self.activity:
+        with self.activity, _in_company():
             dist.all_gather(list(out), x.contiguous(), group=self._data)
         return out
 
     def gather_to_lead(self, x: Tensor) -> Tensor | None:
-        """x [...] of every rank -> [size, ...] on rank 0, None elsewhere."""
+        """x [...] of every rank -> [size, ...] on rank 0, None elsewhere. It ends what rank 0 had announced."""
         if self.size == 1:
             return x.unsqueeze(0)
         out = x.new_empty(self.size, *x.shape) if self.leads else None
-        with self.activity:
+        with self.activity, _in_company():
             dist.gather(x.contiguous(), list(out) if out is not None else None, dst=0, group=self._data)
+        if self.leads:
+            self.activity.rest()
         return out
 
     def share(self, x: Tensor) -> None:
         """Rank 0's x, written into every rank's x (same shape and dtype)."""
         if self.size > 1:
-            with self.activity:
+            with self.activity, _in_company():
                 dist.broadcast(x.view(torch.uint8), src=0, group=self._data)
 
     def announce(self, numbers: list[int]) -> None:
@@ -98,38 +116,43 @@ class Ranks:
         assert self.leads, "only rank 0 decides"
         if self.size == 1:
             return
-        message = torch.tensor([len(numbers), *numbers[:ANNOUNCED]], dtype=torch.int64)
         padded = torch.zeros(1 + ANNOUNCED, dtype=torch.int64)
-        padded[: message.shape[0]] = message
-        dist.broadcast(padded, src=0, group=self._control)
-        if len(numbers) > ANNOUNCED:
-            dist.broadcast(torch.tensor(numbers[ANNOUNCED:], dtype=torch.int64), src=0, group=self._control)
+        first = numbers[:ANNOUNCED]
+        padded[: 1 + len(first)] = torch.tensor([len(numbers), *first], dtype=torch.int64)
+        with _in_company():
+            dist.broadcast(padded, src=0, group=self._control)
+            if len(numbers) > ANNOUNCED:
+                dist.broadcast(torch.tensor(numbers[ANNOUNCED:], dtype=torch.int64), src=0, group=self._control)
 
     def listen(self) -> list[int]:
         """What rank 0 announces next; waits for it."""
         assert not self.leads, "rank 0 listens to nobody"
         padded = torch.zeros(1 + ANNOUNCED, dtype=torch.int64)
-        with self.activity:
+        with self.activity, _in_company():
             dist.broadcast(padded, src=0, group=self._control)
-        count = int(padded[0])
-        numbers = cast("list[int]", padded[1 : 1 + min(count, ANNOUNCED)].tolist())
-        if count > ANNOUNCED:
-            rest = torch.zeros(count - ANNOUNCED, dtype=torch.int64)
-            dist.broadcast(rest, src=0, group=self._control)
-            numbers += cast("list[int]", rest.tolist())
-        return numbers
+            count = int(padded[0])
+            rest = torch.zeros(max(0, count - ANNOUNCED), dtype=torch.int64)
+            if count > ANNOUNCED:
+                dist.broadcast(rest, src=0, group=self._control)
+        return cast("list[int]", torch.cat((padded[1 : 1 + min(count, ANNOUNCED)], rest)).tolist())
 
     def new_store(self) -> Store:
-        """A connection of its own to the rendezvous store, for a thread that looks on."""
+        """A connection of its own to the rendezvous store, for a thread that looks on. Keys are this job's and this
+        attempt's own: torchrun's store outlives a restart, and may serve two jobs."""
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        start = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
+        shared = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             address, port, is_master=False, wait_for_workers=False
         )
+        return dist.PrefixStore("/".join(("minieagle", *start)), shared)  # pyright: ignore[reportPrivateImportUsage]
 
-    def close(self) -> None:
-        """Leave the group: rank 0 lets the others go, who call this when they have been told."""
+    def dismiss(self) -> None:
+        """Rank 0 lets the others go."""
         if self.farewell is not None:
             self.farewell()
+
+    def close(self) -> None:
+        """Leave the group."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -1,10 +1,12 @@
 """The watch: a thread in every rank that ends the whole job when one rank is dead, stopped, stuck or orphaned.
 
 The one idea: a collective waits for ever on a rank that will not come, so somebody outside the collective has to look.
-Each rank's watch publishes a beat in the rendezvous store once a second: that it lives, and since when its main thread
-has been stuck (neither waiting for others nor using the processor). Every watch reads all beats and ends its own
-process when one is bad, naming the rank that caused it; the rank itself, where it still can, prints its own stack.
-Waiting for others is never a fault, however long: an idle server waits for days.
+Each rank's watch publishes a beat in the rendezvous store once a second and reads everybody else's; a rank that ends
+publishes why, and whoever ends because of it says the same words, so that the cause is named whoever is asked. Waiting
+for others is never a fault, however long, nor is rank 0's waiting for its user: an idle server waits for days.
+
+A busy machine is not a fault either. The watch counts only the time in which it could look itself, and a rank of this
+host that uses the processor is alive even when its beats stay away, as they do while a library holds the interpreter.
 
 Source of the failure classes: torchrun notices exits only, and sends SIGKILL 30 s after a failure.
 """
@@ -22,15 +24,23 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
+from functools import partial
+from typing import NoReturn, Protocol
 
 BEAT_S = 1.0
 HANG_TIMEOUT_S = 8.0
 """Silence, or a main thread without progress, for this long ends the job."""
 
-_STORE_TIMEOUT = timedelta(seconds=5)
+START_TIMEOUT_S = 120
+"""For all ranks to come: importing torch in eight processes at once takes long on few cores."""
+
+HERE, LEFT, ENDED = "here", "left", "ended"
+
+_STORE_TIMEOUT = timedelta(seconds=30)
+_LAST_WORDS_S = 1.0
 
 
 class Store(Protocol):
@@ -38,49 +48,74 @@ class Store(Protocol):
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
     def set_timeout(self, timeout: timedelta, /) -> None: ...
 
 
 @dataclass
 class Activity:
-    """What a main thread is doing. Mutable: the main thread writes it, the watch reads it.
+    """What a rank's working thread is doing. Mutable: that thread writes it, the watch reads it.
 
-    waiting: it is inside a call that waits for other ranks; count: such calls begun and ended so far.
+    waiting: for other ranks, or for nothing (`rest`); count: changes so far; thread: the one that works.
     """
 
     waiting: bool = False
     count: int = 0
-    thread: int = field(default_factory=threading.get_ident)
+    thread: threading.Thread = field(default_factory=threading.current_thread)
+    _before: bool = False
 
     def __enter__(self) -> None:
-        self.waiting, self.count = True, self.count + 1
+        self._before = self.waiting
+        self._become(True)
 
     def __exit__(self, *exc_info: object) -> None:
-        self.waiting, self.count = False, self.count + 1
+        self._become(self._before)
+
+    def rest(self) -> None:
+        """This rank owes the others nothing until it works again: it may wait for its user, or sleep."""
+        self._become(True)
+
+    def work(self) -> None:
+        """The others depend on this thread from now on."""
+        self.thread = threading.current_thread()
+        self._become(False)
+
+    def _become(self, waiting: bool) -> None:
+        self.waiting, self.count = waiting, self.count + 1
 
     def cpu_s(self) -> float:
-        """Processor seconds that the main thread has used."""
-        return time.clock_gettime(time.pthread_getcpuclockid(self.thread))
+        """Processor seconds that the working thread has used; 0 once it has ended."""
+        if self.thread.ident is None or not self.thread.is_alive():
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(self.thread.ident))
 
 
-class Progress:
-    """Since when a main thread has made none. Mutable."""
+class Clock:
+    """Seconds in which a thread that looks every BEAT_S could look. Mutable. A pause counts two beats at most: while
+    this process was stopped, or had no processor, the others may have had none either."""
 
-    def __init__(self, activity: Activity) -> None:
-        self._activity = activity
-        self._seen = self._state()
-        self._since = time.monotonic()
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._looked = time.monotonic()
 
-    def _state(self) -> tuple[int, int, int]:
-        return self._activity.count, round(1000 * self._activity.cpu_s()), _bytes_read()
+    def look(self) -> float:
+        now = time.monotonic()
+        self.now_s += min(now - self._looked, 2 * BEAT_S)
+        self._looked = now
+        return self.now_s
 
-    def stuck_s(self) -> float:
-        """Seconds without progress: no collective begun or ended, no processor time, nothing read from a file."""
-        state = self._state()
-        if self._activity.waiting or state != self._seen:
-            self._seen, self._since = state, time.monotonic()
-        return time.monotonic() - self._since
+
+class Still:
+    """Since when something has not changed. Mutable."""
+
+    def __init__(self) -> None:
+        self._seen: object = None
+        self._since_s = 0.0
+
+    def seconds(self, seen: object, now_s: float) -> float:
+        """Seconds up to now_s for which the same was seen; 0 for something new."""
+        if seen != self._seen:
+            self._seen, self._since_s = seen, now_s
+        return now_s - self._since_s
 
 
 def _bytes_read() -> int:
@@ -93,89 +128,169 @@ def _bytes_read() -> int:
         return 0
 
 
-class Pulse:
-    """What is known of another rank's beats. Mutable."""
+def _place() -> str:
+    """Names the system whose process ids this process shares; containers may share a host name and still not them."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
 
-    def __init__(self) -> None:
-        self._beat = b""
-        self._changed = time.monotonic()
 
-    def silent_s(self, beat: bytes) -> float:
-        """Seconds since the beat last changed."""
-        if beat != self._beat:
-            self._beat, self._changed = beat, time.monotonic()
-        return time.monotonic() - self._changed
+def _processor_ticks(process_id: int) -> int | None:
+    """Processor time of a process of this host, 0 where the system doesn't tell; None when it has ended."""
+    try:
+        with open(f"/proc/{process_id}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except FileNotFoundError:
+        return None if os.path.exists("/proc/self/stat") else 0
+    except OSError:
+        return None  # it ended while it was read
+    return None if fields[0] in "ZX" else int(fields[11]) + int(fields[12])
+
+
+class Peer:
+    """Another rank as this one sees it. process: its number and its system, as it published them."""
+
+    def __init__(self, process: str) -> None:
+        number, _, place = process.partition(" ")
+        self.process_id = int(number) if place == _place() else None
+        self._still = Still()
+
+    @property
+    def ticks(self) -> int | None:
+        """Its processor time: a sign of life. 0 for one of another host, None for one that has ended."""
+        return 0 if self.process_id is None else _processor_ticks(self.process_id)
+
+    def silent_s(self, beat: bytes, now_s: float) -> float:
+        """Seconds without a new beat or processor time."""
+        return self._still.seconds((beat, self.ticks), now_s)
+
+    def kill(self) -> None:
+        """A stopped process obeys no other signal, and the launcher would wait 30 s before it sends this one."""
+        if self.process_id is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.process_id, signal.SIGKILL)
 
 
 class Watch(threading.Thread):
-    """Ends this process with status 1 when a rank is lost. `stop` before the ranks part in order."""
+    """Ends this process with status 1 when a rank is lost. All ranks make theirs before any of them goes on; raises
+    RuntimeError when one doesn't come within START_TIMEOUT_S."""
 
     def __init__(
         self, store: Store, *, rank: int, size: int, activity: Activity, hang_timeout_s: float = HANG_TIMEOUT_S
     ) -> None:
         super().__init__(name="minieagle-watch", daemon=True)
-        self._store, self._rank, self._size = store, rank, size
-        self._progress, self._timeout_s = Progress(activity), hang_timeout_s
-        self._pulses = [Pulse() for _ in range(size)]
-        self._parent = os.getppid()
-        self._stopped = threading.Event()
+        self._store, self._rank, self._activity, self._timeout_s = store, rank, activity, hang_timeout_s
+        self._clock, self._still, self._parent = Clock(), Still(), os.getppid()
+        self._stopped, self._wake, self._publishing = False, threading.Event(), threading.Lock()
+        self._state, self._count = HERE, 0
+        store.set_timeout(timedelta(seconds=START_TIMEOUT_S))
+        store.set(f"process/{rank}", f"{os.getpid()} {_place()}")
+        self._publish()
+        others = [other for other in range(size) if other != rank]
+        self._peers = {other: Peer(store.get(f"process/{other}").decode()) for other in others}
+        for other in others:
+            store.get(f"beat/{other}")
         store.set_timeout(_STORE_TIMEOUT)
-        store.set(f"minieagle/process/{rank}", f"{os.getpid()} {socket.gethostname()}")
+
+    def _publish(self, state: str | None = None) -> None:
+        """Beat: a number that grows, and the state with why it is so. The first end that is published stands."""
+        with self._publishing:
+            if state is not None and not self._state.startswith(ENDED):
+                self._state = state
+            self._count += 1
+            self._store.set(f"beat/{self._rank}", f"{self._count} {self._state}")
+
+    def leave(self) -> None:
+        """Say that this rank parts from the others in order."""
+        with contextlib.suppress(RuntimeError):  # rank 0 may have gone with the store, once it saw all others leave
+            self._publish(LEFT)
+
+    def all_left(self) -> bool:
+        """Whether every other rank has left."""
+        return all(self._read(other)[1] == LEFT for other in self._peers)
 
     def stop(self) -> None:
-        self._store.set(f"minieagle/left/{self._rank}", "1")
-        self._stopped.set()
+        """Look no more."""
+        self._stopped = True
+        self._wake.set()
+        self.join(BEAT_S)
+
+    def fail(self, words: str) -> None:
+        """Tell the other ranks why this one ends."""
+        with contextlib.suppress(RuntimeError):  # the store is gone too; the exit status has to do
+            self._publish(f"{ENDED} {words[:1000]}")
+
+    def find_culprit(self) -> None:
+        """For a thread that has lost the connection to another rank: wait for the watch to end this process with the
+        cause. Returns when it finds none."""
+        self._activity.rest()
+        self._wake.set()
+        time.sleep(self._timeout_s + BEAT_S)
 
     def run(self) -> None:
-        count = 0
-        while not self._stopped.wait(BEAT_S):
-            count += 1
+        while not self._stopped:
             try:
-                fault = self._look(count)
+                fault = self._look()
             except Exception as error:  # whatever the store raises, it is gone, and with it whoever started the job
                 fault = f"the rendezvous store is gone ({type(error).__name__}): the launcher or rank 0 has died"
-            if fault is not None and not self._stopped.is_set():
-                self._end(fault)
+            if fault is not None and not self._stopped:
+                self.fail(fault)
+                end(f"minieagle rank {self._rank}: {fault}; the job ends")
+            self._wake.wait(BEAT_S)
+            self._wake.clear()
 
-    def _look(self, count: int) -> str | None:
+    def _look(self) -> str | None:
         """Beat once and look at everybody; returns what is wrong."""
+        now_s = self._clock.look()
         if os.getppid() != self._parent:
             return "the process that started this rank is gone"
-        stuck_s = self._progress.stuck_s()
-        self._store.set(f"minieagle/beat/{self._rank}", f"{count}:{stuck_s:.0f}")
+        self._publish()
+        stuck_s = self._stuck_s(now_s)
         if stuck_s > self._timeout_s:
-            faulthandler.dump_traceback(sys.stderr)
-            return f"this rank has made no progress for {stuck_s:.0f} s (its stack is above)"
-        faults = [self._fault(rank) for rank in range(self._size) if rank != self._rank]
+            _speak(partial(faulthandler.dump_traceback, sys.stderr))
+            return f"rank {self._rank} has made no progress for {stuck_s:.0f} s (its stack is above)"
+        faults = [self._fault(other, now_s) for other in self._peers]
         return next((fault for fault in faults if fault is not None), None)
 
-    def _fault(self, rank: int) -> str | None:
-        if self._store.check([f"minieagle/failed/{rank}"]):
-            return f"rank {rank} failed: {self._store.get(f'minieagle/failed/{rank}').decode(errors='replace')}"
-        if self._store.check([f"minieagle/left/{rank}"]):
+    def _stuck_s(self, now_s: float) -> float:
+        """Seconds without progress that others may wait for: no collective begun or ended, no processor time, nothing
+        read from a file."""
+        activity = self._activity
+        seen = now_s if activity.waiting else (activity.count, round(1000 * activity.cpu_s()), _bytes_read())
+        return self._still.seconds(seen, now_s)
+
+    def _read(self, other: int) -> tuple[bytes, str, str]:
+        """Another rank's beat, state and words."""
+        beat = self._store.get(f"beat/{other}")
+        _, state, *words = beat.decode(errors="replace").split(" ", 2)
+        return beat, state, "".join(words)
+
+    def _fault(self, other: int, now_s: float) -> str | None:
+        peer = self._peers[other]
+        gone = peer.ticks is None  # asked before its beat is read: words published just before the end count
+        beat, state, words = self._read(other)
+        if state == LEFT:
             return None
-        key = f"minieagle/beat/{rank}"
-        beat = self._store.get(key) if self._store.check([key]) else b""
-        silent_s = self._pulses[rank].silent_s(beat)
+        if state == ENDED:
+            return words
+        if gone:
+            return f"rank {other} is dead: its process was killed or crashed"
+        silent_s = peer.silent_s(beat, now_s)
         if silent_s > self._timeout_s:
-            self._kill(rank)
-            return f"rank {rank} has given no sign of life for {silent_s:.0f} s: it is dead or stopped"
+            peer.kill()
+            return f"rank {other} has given no sign of life for {silent_s:.0f} s: it is stopped, or its host is lost"
         return None
 
-    def _kill(self, rank: int) -> None:
-        """A stopped process of this host obeys no other signal, and the launcher would wait 30 s before it sends it."""
-        process_id, host = self._store.get(f"minieagle/process/{rank}").decode().split(" ", 1)
-        if host == socket.gethostname():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(int(process_id), signal.SIGKILL)
 
-    def _end(self, fault: str) -> None:
-        print(f"minieagle rank {self._rank}: {fault}; the job ends", file=sys.stderr, flush=True)
-        os._exit(1)
+def _speak(say: Callable[[], object]) -> None:
+    """Whoever reads standard error may have stopped reading, which must not keep this process alive."""
+    speaker = threading.Thread(target=say, daemon=True)
+    speaker.start()
+    speaker.join(_LAST_WORDS_S)
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks why this one ends."""
-        try:
-            self._store.set(f"minieagle/failed/{self._rank}", f"{type(error).__name__}: {error}"[:1000])
-        except Exception:  # the store is gone too; the exit status has to do
-            return
+
+def end(words: str) -> NoReturn:
+    """Say words on standard error and leave without the interpreter's farewell, which would wait for threads inside
+    collectives."""
+    _speak(partial(print, words, file=sys.stderr, flush=True))
+    os._exit(1)

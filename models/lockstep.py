@@ -106,10 +106,11 @@ class Lead:
         self._gone: list[int] = []
         self._count = 0
         ranks.farewell = self.stop
+        ranks.activity.rest()
         threading.Thread(target=self._tick, name="minieagle-tick", daemon=True).start()
 
     def _say(self, op: Op, *numbers: int) -> None:
-        with self._lock:
+        with self._ranks.activity, self._lock:
             self._ranks.announce([op, *numbers])
         self._spoke.set()
 
@@ -117,9 +118,15 @@ class Lead:
         """A connection that breaks here breaks for rank 0's own thread or its watch too, and they say so."""
         with contextlib.suppress(RuntimeError):
             while not self._stopped:
-                if not self._spoke.wait(TICK_S) and not self._stopped:
-                    self._say(Op.TICK)
+                if not self._spoke.wait(TICK_S):
+                    self._say_tick()
                 self._spoke.clear()
+
+    def _say_tick(self) -> None:
+        """Not activity of rank 0's own thread. Nobody listens behind a STOP."""
+        with self._lock:
+            if not self._stopped:
+                self._ranks.announce([Op.TICK])
 
     def _new_handle(self, thing: object) -> int:
         """A number for a tensor or cache, as long as it lives."""
@@ -157,22 +164,27 @@ class Lead:
         self._say(Op.KEEP, self._handles[id(cache)], len(moves), *moves, *target.tolist())
 
     def target(self, rows: Rows, cache: PagedCache, boundaries: Sequence[int], logit_rows: Tensor | None) -> None:
-        """The target runs."""
+        """The target runs; the others depend on rank 0 until it has gathered the logits."""
+        self._ranks.activity.work()
         encoded = encode_rows(rows, [self._slots(span) for span in rows.spans])
         wanted = None if logit_rows is None else logit_rows.tolist()
         self._say(Op.TARGET, self._handles[id(cache)], *encoded, *encode_list(list(boundaries)), *encode_list(wanted))
 
     def drafter(self, rows: Rows, states: Tensor, cache: PagedCache, logit_rows: Tensor | None) -> None:
         """The drafter runs; its states, which rank 0 chose, follow as they are."""
+        self._ranks.activity.work()
         encoded = encode_rows(rows, [self._slots(span) for span in rows.spans])
         wanted = None if logit_rows is None else logit_rows.tolist()
         self._say(Op.DRAFT, self._handles[id(cache)], *encoded, *encode_list(wanted))
         self._ranks.share(states.contiguous())
 
     def stop(self) -> None:
-        """The others may go."""
-        self._stopped = True
-        self._say(Op.STOP)
+        """The others may go. Said once."""
+        with self._ranks.activity, self._lock:
+            if not self._stopped:
+                self._stopped = True
+                self._ranks.announce([Op.STOP])
+        self._spoke.set()
 
 
 def follow(ranks: Ranks, target: Target, drafter: Drafter | None) -> None:
