@@ -27,13 +27,10 @@ from torch import Tensor
 from minieagle.models.int4 import WORD
 from minieagle.models.tiled_linear import COLUMNS, INNER, ROWS, dot_dtype, result_dtype
 
-GROUP_SIZES = (16, 32, 64, 128, 256)
-"""Columns that share a scale, where the kernel takes them: an inner tile is one group."""
-
 
 @dataclass(frozen=True)
 class Tiles:
-    """Which pairs each tile computes: expert [M] int64, E where a tile is not needed; pairs [M, ROWS] int64, P where a
+    """Which pairs each tile computes: expert [M] int64, E or more where a tile is not needed; pairs [M, ROWS] int64, P where a
     row is padding. Pair p is row p // A's choice p % A."""
 
     expert: Tensor
@@ -41,13 +38,14 @@ class Tiles:
 
     @staticmethod
     def of(ids: Tensor, num_experts: int) -> Tiles:
-        """ids [T, A] int64, each row's experts. The number of tiles depends on T and A only."""
+        """ids [T, A] int64, each row's experts; E for one that is not computed here. The number of tiles depends on T
+        and A only, and nothing here makes the host wait."""
         flat = ids.flatten()
         num_pairs, device = flat.shape[0], flat.device
-        num_tiles = num_pairs // ROWS + min(num_pairs, num_experts)
-        counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        num_tiles = num_pairs // ROWS + min(num_pairs, num_experts + 1)
+        counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
         counts.scatter_add_(0, flat, torch.ones_like(flat))
-        ends = (counts + ROWS - 1).div(ROWS, rounding_mode="floor").cumsum(0)  # in tiles
+        ends = (counts + (ROWS - 1)).div(ROWS, rounding_mode="floor").cumsum(0)  # in tiles
         order = flat.argsort(stable=True)
         expert = flat[order]
         first_pair, first_tile = counts.cumsum(0) - counts, torch.nn.functional.pad(ends, (1, -1))
@@ -111,14 +109,14 @@ def grouped_product(
 ) -> Tensor:
     """Each pair's row of x times its expert's weight -> [P, out] in x's dtype.
 
-    x: [P / pairs_a_row, in]; weight: [E, out, in / 8] int32 words with scale [E, out, in / group], group one of
-    GROUP_SIZES, or plain [E, out, in] in x's dtype without a scale.
+    x: [P / pairs_a_row, in]; weight: [E, out, in / 8] int32 words with scale [E, out, in / group], group a power of 2
+    from 16 on, or plain [E, out, in] in x's dtype without a scale.
     """
     num_experts, num_columns, width = weight.shape
     word = WORD if scale is not None else 1
     inner = width * word
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows are read as they lie"
-    out = x.new_empty(num_pairs, num_columns, dtype=result_dtype(x))
+    out = x.new_zeros(num_pairs, num_columns, dtype=result_dtype(x))  # a pair without a tile stays zero
     _grouped[tiles.pairs.shape[0], triton.cdiv(num_columns, COLUMNS)](
         x,
         weight,

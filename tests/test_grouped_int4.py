@@ -49,8 +49,15 @@ def test_every_pair_has_one_place_in_a_tile_of_its_expert(choices: tuple[int, in
     for expert, pairs in zip(tiles.expert.tolist(), tiles.pairs.tolist(), strict=True):
         mine = [pair for pair in pairs if pair < num_pairs]
         assert all(ids.flatten()[pair] == expert for pair in mine)
-        assert mine or expert == choices[2]
-    assert len(tiles.expert) == num_pairs // ROWS + min(num_pairs, choices[2])
+        assert mine or expert > choices[2]
+    assert len(tiles.expert) == num_pairs // ROWS + min(num_pairs, choices[2] + 1)
+
+
+def test_experts_of_other_ranks_give_zero() -> None:
+    weights, x = random(2, 9, 16, seed=0), random(3, 16, seed=1)
+    ids = torch.tensor([[0, 2], [2, 2], [1, 0]])
+    got = grouped_product(x, weights, None, Tiles.of(ids, 2), num_pairs=6, pairs_a_row=2)
+    assert [bool(row.any()) for row in got] == [True, False, False, False, True, True]
 
 
 @FEW
