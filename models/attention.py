@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -99,9 +100,17 @@ def _group(spans: list[Span], rows: Tensor | None) -> Group:
     return Group(rows, len(spans), spans[0].num_rows, shared, tail)
 
 
+class Plan(Protocol):
+    """How the rows of one forward attend; made once and used by every layer."""
+
+    def attend(self, q: Tensor, cache: Tensor, *, key_width: int, value_start: int) -> Tensor:
+        """As `attend` below."""
+        ...
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Index tables of one forward, made once and used by every layer."""
+    """Index tables of one forward."""
 
     groups: tuple[Group, ...]
 
@@ -120,6 +129,9 @@ class AttentionPlan:
             flat = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in indices])
             groups.append(_group([rows.spans[i] for i in indices], flat.to(rows.token_ids.device)))
         return AttentionPlan(tuple(groups))
+
+    def attend(self, q: Tensor, cache: Tensor, *, key_width: int, value_start: int) -> Tensor:
+        return attend(q, cache, self, key_width=key_width, value_start=value_start)
 
 
 def _gather(cache: Tensor, slots: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from minieagle.models.attention import AttentionPlan, attend
+from minieagle.models.attention import Plan
 from minieagle.models.cache import PagedCache
 from minieagle.models.config import Yarn
 from minieagle.models.layers import Linear, RMSNorm, pad_rows, summed_linear
@@ -110,12 +110,12 @@ class LatentAttention(nn.Module):
         return self.o(_per_head(mixed, self.w_uv, self.qkv_a.tiled).to(dtype).reshape(mixed.shape[0], -1))
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: PagedCache, layer: int, slots: Tensor, plan: AttentionPlan
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: PagedCache, layer: int, slots: Tensor, plan: Plan
     ) -> Tensor:
         query, key, _ = self.project(x, cos, sin)
         cache.write(layer, slots, key)
         query = query.float() * self.scale
-        mixed = attend(query, cache.layer(layer), plan, key_width=key.shape[-1], value_start=self.rope)
+        mixed = plan.attend(query, cache.layer(layer), key_width=key.shape[-1], value_start=self.rope)
         return self.output(mixed, x.dtype)
 
     __call__ = forward
