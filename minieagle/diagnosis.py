@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +32,7 @@ from minieagle.spec.boundary import BoundaryError, default_inputs
 from minieagle.spec.checks import Finding, check_config, check_fusion, check_vocabulary, check_weights
 from minieagle.spec.doctor import NUM_STEPS, Cause, Diagnosis, Recording, Result, check_lengths, diagnose
 from minieagle.spec.fingerprint import tokenizer_fingerprint
+from minieagle.spec.formats import UndecidedError
 from minieagle.spec.golden import check_golden, golden_vectors
 from minieagle.spec.hypotheses import Reading, Setting, boundaries_needed
 from minieagle.spec.observe import Source, observe_texts
@@ -217,23 +218,27 @@ def _open(options: argparse.Namespace, directory: Path, source: Source) -> tuple
 def open_undecided(
     directory: Path, source: Source, convention: Any = None, boundaries: Sequence[int] | None = None
 ) -> tuple[Drafter, Wiring, str | None]:
-    """The drafter in float32, its wiring, and why its boundaries are a guess, to be measured: None when they are not.
+    """The drafter in float32, its wiring, and why some of that is a guess, to be measured: None when nothing is.
     Raises ConfigError, CheckpointError or BoundaryError for what can't be loaded under any guess."""
     target = cast(Target, source)  # a drafter takes its config, place, embedding and head, which both kinds have
     plain: dict[str, Any] = {"dtype": torch.float32, "max_positions": PASSAGE_TOKENS + 2 * NUM_STEPS}
     try:
         return *open_drafter(directory, target, convention=convention, boundaries=boundaries, **plain), None
-    except BoundaryError as error:
-        if convention is not None or boundaries is not None:
-            raise
-        usual = default_inputs(target.config.num_hidden_layers)
-        guesses: tuple[dict[str, Any], ...] = ({"convention": "in"}, {"convention": "out"}, {"boundaries": usual})
-        for guess in guesses:
+    except (BoundaryError, UndecidedError) as error:
+        said = {"convention": convention, "boundaries": boundaries}
+        for guess in _guesses(said, target.config.num_hidden_layers):
             try:
-                return *open_drafter(directory, target, **guess, **plain), str(error)
+                return *open_drafter(directory, target, **guess, norm_output="head", **plain), str(error)
             except BoundaryError:
                 continue
         raise
+
+
+def _guesses(said: dict[str, Any], num_layers: int) -> Iterator[dict[str, Any]]:
+    """What the user says of the boundaries, or else each meaning that they could have."""
+    yield said
+    if said == dict.fromkeys(said):
+        yield from ({"convention": "in"}, {"convention": "out"}, {"boundaries": default_inputs(num_layers)})
 
 
 def _read(path: Path, tokenizer: Tokenizer) -> list[Passage]:

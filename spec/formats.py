@@ -25,13 +25,17 @@ NormOutput = Literal["feedback", "head"]
 OWN = "minieagle_eagle3"
 
 
+class UndecidedError(ConfigError):
+    """A field that two projects write with different meanings, and nothing says which is meant."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Format:
     """One published format. `architectures` or `key` (a field that no other format has) tell it.
 
     ids: what layer ids mean where the format defines it. norm_output: what its field of that name means: "feedback",
-    the normed state is fed to the next step, or "head", the head reads the normed state; None where the format has no
-    such field. position_base: the position that training gave the first row.
+    the normed state is fed to the next step, or "head", the head reads the normed state; None where the format doesn't
+    say. position_base: the position that training gave the first row.
     """
 
     name: str
@@ -54,8 +58,9 @@ FORMATS: tuple[Format, ...] = (
         architectures=("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"),
         norm_output="feedback",
     ),
-    # SpecForge modeling/draft/llama3_eagle.py:1690; ids are outputs in SpecForge, either in SGLang since #25454
-    Format(name="SpecForge", architectures=("LlamaForCausalLMEagle3",), norm_output="head"),
+    # Written by SpecForge, where norm_output is the head's (modeling/draft/llama3_eagle.py:1690) and ids are outputs,
+    # and for SGLang, where it is the feedback's (models/llama_eagle3.py) and ids are either since #25454: no meaning
+    Format(name="SpecForge", architectures=("LlamaForCausalLMEagle3",)),
     # The official checkpoints list no ids; Model-Optimizer's exports share the name and list outputs or inputs
     Format(name="EAGLE", architectures=("LlamaForCausalLM", "Eagle3ForCausalLM")),
 )
@@ -366,17 +371,13 @@ def _norms(reader: _Reader, kind: Format) -> None:
     if found is None:
         return
     if kind.norm_output is None:
-        raise ConfigError(
-            f"the drafter's config.json: norm_output={found[0]!r} means the feedback in vLLM and the head in "
-            f"SpecForge, and {kind.name} has no such field: remove it, or let `minieagle doctor --fix` decide"
+        raise UndecidedError(
+            f"the drafter's config.json: norm_output={found[0]!r} means that the state is normed before it is fed back "
+            "in SGLang and vLLM, and before the head in SpecForge; nothing says which: remove it if the drafter "
+            "is a plain EAGLE-3 one, or let `minieagle doctor --fix` measure it"
         )
     field = "norm_output" if kind.norm_output == "feedback" else "norm_before_head"
     reader.put(field, found[0], f"{found[1]}, which means {kind.norm_output} in {kind.name}")
-    if kind.norm_output == "head":
-        reader.notes.append(
-            f"norm_output={found[0]!r} is read as SpecForge means it (norm before the head), not as SGLang and vLLM do "
-            "(normed feedback): if acceptance falls off from depth 2 on, run `minieagle doctor`"
-        )
 
 
 def _dtype(reader: _Reader) -> None:

@@ -27,7 +27,7 @@ from minieagle.models.eagle3 import Drafter
 from minieagle.models.headers import read_headers
 from minieagle.spec.boundary import BoundaryError, Capture, Convention, parse_capture
 from minieagle.spec.fingerprint import changes, target_fingerprint, weights_fingerprint
-from minieagle.spec.formats import OWN, Description, Format, describe, recognise, refuse_strangers
+from minieagle.spec.formats import OWN, Description, Format, NormOutput, describe, recognise, refuse_strangers
 from minieagle.spec.golden import Golden
 
 FILE = "wiring.json"
@@ -64,10 +64,11 @@ def read_wiring(
     *,
     convention: Convention | None = None,
     boundaries: Sequence[int] | None = None,
+    norm_output: NormOutput | None = None,
 ) -> Wiring:
     """The wiring of the drafter in a directory, for a target of this config; no weights are loaded.
 
-    convention, boundaries: what the user says of the states it reads, where the files don't. A present wiring.json is
+    convention, boundaries, norm_output: what the user says of it, where the files don't. A present wiring.json is
     the contract and wins over config.json. Raises ConfigError, BoundaryError or CheckpointError for files that are
     damaged, contradict themselves or each other, are stale, belong to another target, or hold no EAGLE-3 drafter, and
     for a capture that can't be established.
@@ -75,7 +76,7 @@ def read_wiring(
     if (directory / FILE).exists():
         wiring = _stated(directory, target, convention, boundaries)
     else:
-        wiring = derive_wiring(directory, target, convention=convention, boundaries=boundaries)
+        wiring = derive_wiring(directory, target, convention=convention, boundaries=boundaries, norm_output=norm_output)
     check_fits(wiring.config, target)
     for note in wiring.notes:
         _log.warning("%s: %s", directory, note)
@@ -88,12 +89,15 @@ def open_drafter(
     *,
     convention: Convention | None = None,
     boundaries: Sequence[int] | None = None,
+    norm_output: NormOutput | None = None,
     dtype: torch.dtype | None = None,
     max_positions: int | None = None,
 ) -> tuple[Drafter, Wiring]:
     """Read the wiring of a drafter directory and load the drafter by it, in the target's type unless dtype says else.
     Raises what read_wiring and load_drafter raise."""
-    wiring = read_wiring(directory, target.config, convention=convention, boundaries=boundaries)
+    wiring = read_wiring(
+        directory, target.config, convention=convention, boundaries=boundaries, norm_output=norm_output
+    )
     drafter = load_drafter(
         directory,
         target,
@@ -210,10 +214,12 @@ def derive_wiring(
     *,
     convention: Convention | None = None,
     boundaries: Sequence[int] | None = None,
+    norm_output: NormOutput | None = None,
     kind: Format | None = None,
 ) -> Wiring:
-    """What config.json and the tensors say, whatever wiring.json does. kind: whose meanings the fields have, None for
-    those of the format that the config is recognised as. Raises as read_wiring does."""
+    """What config.json and the tensors say, whatever wiring.json does. norm_output: what that field means where the
+    format doesn't say. kind: whose meanings the fields have, None for those of the format that the config is recognised
+    as. Raises as read_wiring does."""
     raw = read_json(directory / "config.json")
     stored, _ = read_headers(directory)
     shapes = {name: tensor.shape for name, tensor in stored.items()}
@@ -221,7 +227,10 @@ def derive_wiring(
     if not own:
         refuse_strangers(raw, shapes)
     read = drafter_shapes(shapes)
-    described = None if own else describe(raw, read, target, kind or recognise(raw))
+    kind = kind if own or kind is not None else recognise(raw)
+    if kind is not None and kind.norm_output is None:
+        kind = replace(kind, norm_output=norm_output)
+    described = None if kind is None else describe(raw, read, target, kind)
     capture = parse_capture(
         raw,
         target.num_hidden_layers,

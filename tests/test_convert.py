@@ -18,6 +18,7 @@ from minieagle.models.config import TargetConfig, Yarn, target_config
 from minieagle.models.drafter_config import DrafterConfig, LatentSizes
 from minieagle.spec.boundary import BoundaryError
 from minieagle.spec.convert import READERS, READS, ConversionError, Reader, Verifier, convert_drafter
+from minieagle.spec.formats import UndecidedError
 from minieagle.spec.golden import check_golden, golden_vectors
 from minieagle.spec.wiring import FILE, derive_wiring, make_wiring, open_drafter, read_wiring, write_wiring
 from tests import published
@@ -157,7 +158,9 @@ def test_the_feedback_of_a_llama_drafter_for_sglang_is_told_by_the_contract(tmp_
     written = convert(source(tmp_path / "d", norm_output=True), "sglang")
     assert config_of(written)["norm_output"] is True and read_wiring(written, TARGET).config.norm_output
     (written / FILE).unlink()
-    assert not read_wiring(written, TARGET).config.norm_output
+    with pytest.raises(UndecidedError, match="norm_output=True"):
+        read_wiring(written, TARGET)
+    assert read_wiring(written, TARGET, norm_output="feedback").config.norm_output
 
 
 # ---- what each reader assumes

@@ -365,6 +365,16 @@ def test_outputs_taken_for_inputs_are_told_in_the_users_words(tmp_path: Path):
     assert all(cause.result is not first.result for cause in others)
 
 
+def test_a_flag_of_two_meanings_is_read_one_way_and_left_to_the_grid(tmp_path: Path):
+    directory = faulty("layer ids without convention", tmp_path)
+    config = json.loads((directory / "config.json").read_text()) | {"norm_output": True}
+    (directory / "config.json").write_text(json.dumps(config))
+    for said in ((None, None), ("out", None), (None, [2, 5, 8])):
+        _, wiring, undecided = diagnosis.open_undecided(directory, target(), *said)
+        assert undecided is not None and "norm_output=True" in undecided
+        assert wiring.config.norm_before_head and not wiring.config.norm_output
+
+
 def test_a_streamed_target_gives_the_same_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(diagnosis, "diagnose", partial(diagnose, max_changes=0))
     lines = [json.dumps({"tokens": text.tokens.tolist(), "prompt_len": 20}) for text in recording().texts]

@@ -98,8 +98,6 @@ def test_latent_sizes_and_yarn_are_those_of_the_config(tmp_path: Path) -> None:
     [
         (published.vllm(DEFAULT["in"], norm_output=True), "norm_output", True),
         (published.speculators(DEFAULT["in"], norm_output=True), "norm_output", True),
-        (published.specforge(DEFAULT["out"], norm_output=True), "norm_output", False),
-        (published.specforge(DEFAULT["out"], norm_output=False), "norm_before_head", False),
         (published.vllm(DEFAULT["in"], norm_output=False), "norm_before_head", True),
         (published.vllm(DEFAULT["in"], norm_before_residual=True), "norm_before_residual", True),
         (published.speculators(DEFAULT["in"]) | {"norm_before_residual": None}, "norm_before_residual", False),
@@ -240,7 +238,11 @@ REFUSED: dict[str, tuple[Config, str]] = {
         "use_aux_hidden_state=False",
     ),
     "unknown architecture": (published.official(architectures=["GPT2"]), "GPT2.*known.*LlamaForCausalLMEagle3"),
-    "norm_output of nobody": (published.official(norm_output=True), "means the feedback in vLLM and the head in Spec"),
+    "norm_output of nobody": (
+        published.official(norm_output=True),
+        "before the head in SpecForge",
+    ),
+    "norm_output of two": (published.specforge(DEFAULT["out"], norm_output=False), "nothing says which"),
     "DFlash": (published.official(architectures=["DFlashDraftModel"]), "a DFlash drafter"),
     "speculators of another kind": (published.speculators(None, speculators_model_type="eagle"), "of type 'eagle'"),
     "MTP": (published.official(model_type="deepseek_mtp"), "a multi-token-prediction layer"),
