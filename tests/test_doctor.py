@@ -18,7 +18,7 @@ from rich.console import Console
 
 from bench.faults import FAULTS, Fault, outcome, write_faulty
 from minieagle import diagnosis
-from minieagle.diagnosis import Report, judge, ranked_causes
+from minieagle.diagnosis import Report, judge, ranked_causes, written
 from minieagle.heatmap import page
 from minieagle.llm import embedded
 from minieagle.models.drafter_weights import load_drafter
@@ -54,7 +54,7 @@ def loaded() -> tuple[Drafter, Wiring]:
 @cache
 def whole_recording() -> Recording:
     """What the command measures on: the target's greedy texts, all boundaries kept."""
-    passages = diagnosis.written(target(), tokenizer())
+    passages = written(target(), tokenizer())
     drafter, _ = loaded()
     boundaries = boundaries_needed(drafter.config, target().config.num_hidden_layers)
     texts = observe_texts(target(), [passage.tokens for passage in passages], boundaries)
