@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ROW_TILE = 16
+VECTOR = 32
+"""Numbers that element-wise functions take at once on a CPU, at most."""
 _PACKED_LINEAR = torch.ops.mkldnn._linear_pointwise.default
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 """CUDA builds of torch bring it where it exists; without it a GPU computes by library calls, right but not row by row
@@ -135,6 +137,10 @@ class SwiGLU(nn.Module):
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu of the first half times the second: [..., 2 I] -> [..., I]."""
+    """silu of the first half times the second: [..., 2 I] -> [..., I]. Rows of other lengths than whole vectors, such as
+    a rank's share of the columns, are padded to them."""
     gate, up = gate_up.chunk(2, dim=-1)
+    width = gate.shape[-1]
+    if width % VECTOR:
+        return F.silu(F.pad(gate, (0, -width % VECTOR)))[..., :width] * up
     return F.silu(gate) * up
