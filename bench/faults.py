@@ -24,10 +24,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bench.report import Report, new_parser
-from minieagle.diagnosis import judge, open_undecided, ranked_causes, record, written
+from minieagle.diagnosis import NEW_TOKENS, judge, open_undecided, ranked_causes, record
 from minieagle.llm import embedded, set_threads
 from minieagle.models.deepseek import Target
 from minieagle.models.target_weights import load_target
+from minieagle.passages import written
 from minieagle.spec.doctor import MAX_CHANGES, Recording
 from minieagle.spec.hypotheses import Reading
 from minieagle.spec.wiring import open_drafter, read_wiring, write_wiring
@@ -339,7 +340,7 @@ def bench(options: argparse.Namespace, report: Report) -> None:
     set_threads(options.threads, None)
     target, tokenizer = load_target(embedded("target")), Tokenizer(embedded("target"))
     drafter, _, _ = open_undecided(embedded("drafter"), target)
-    recording = record(target, drafter, written(target, tokenizer), Console(stderr=True))
+    recording = record(target, drafter, written(target, tokenizer, NEW_TOKENS, ignore_eos=True), Console(stderr=True))
     chosen = [fault for fault in FAULTS if options.only is None or options.only in fault.name]
     found: list[Outcome] = []
     with tempfile.TemporaryDirectory() as folder, Progress(transient=True, disable=not sys.stdout.isatty()) as progress:

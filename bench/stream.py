@@ -32,9 +32,9 @@ from bench.report import Report, add_model_options, new_parser, peak_memory_byte
 from bench.synthetic import write_drafter, write_target
 from minieagle import diagnosis
 from minieagle.errors import ModelError
-from minieagle.evaluate import Passage
 from minieagle.models.readahead import RUN_BYTES, ReadAhead
 from minieagle.models.target_weights import open_target
+from minieagle.passages import Passage
 from minieagle.source import add_source_options, drafter_directory, open_source
 
 KINDS = ("resident", "streamed")

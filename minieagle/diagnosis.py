@@ -18,15 +18,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from minieagle.engine import Engine, EngineConfig, Request
 from minieagle.errors import ModelError
-from minieagle.evaluate import Passage, read_passages
 from minieagle.heatmap import page
 from minieagle.models.checkpoint import CheckpointError
 from minieagle.models.config import ConfigError, read_json
 from minieagle.models.deepseek import Target
 from minieagle.models.eagle3 import Drafter
-from minieagle.sampling import SamplingParams
+from minieagle.passages import Passage, read_passages, written
 from minieagle.source import add_source_options, drafter_directory, model_directory, open_source, reading
 from minieagle.spec.boundary import BoundaryError, default_inputs
 from minieagle.spec.checks import Finding, check_config, check_fusion, check_vocabulary, check_weights
@@ -39,16 +37,6 @@ from minieagle.spec.observe import Source, observe_texts
 from minieagle.spec.wiring import FILE, Wiring, check_tokenizer, make_wiring, open_drafter, write_wiring
 from minieagle.tokenizer import Tokenizer
 
-PROMPTS = (
-    "I would like to find a restaurant in San Jose.",
-    "Can you find flights for me? I want to go to Seattle.",
-    "I want to watch a movie tonight. What is playing nearby?",
-    "Natalia has 12 apples and gives 5 to her friend. How many are left?",
-    "How do I use tar?",
-    "Please recommend some music for a long drive.",
-    "Can you help me to pay a bill?",
-    "What is the weather like in Chicago this weekend?",
-)
 NEW_TOKENS = 112
 PASSAGE_TOKENS = 512
 MAX_TOKENS = 2048
@@ -175,7 +163,7 @@ def examine(options: argparse.Namespace, console: Console) -> Report:
         check_tokenizer(wiring, tokenizer_fingerprint(model_directory(options)))
     except (ConfigError, CheckpointError, BoundaryError) as error:
         return replace(report, refusal=str(error))
-    passages = passages or written(cast(Target, source), tokenizer)
+    passages = passages or written(cast(Target, source), tokenizer, NEW_TOKENS, ignore_eos=True)
     recording = record(source, drafter, passages, console)
     with console.status("scoring readings") as status:
         found, findings = judge(
@@ -249,21 +237,6 @@ def _read(path: Path, tokenizer: Tokenizer) -> list[Passage]:
             kept.append(replace(passage, tokens=passage.tokens[:PASSAGE_TOKENS]))
     check_lengths([len(passage.tokens) for passage in kept], [passage.prompt_len for passage in kept])
     return kept
-
-
-def written(target: Target, tokenizer: Tokenizer) -> list[Passage]:
-    """What the target writes greedily to the built-in prompts, past its own stops."""
-    engine = Engine(target, tokenizer, config=EngineConfig(max_seqs=len(PROMPTS)))
-    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
-    prompts = [tuple(tokenizer.encode_chat([{"role": "user", "content": text}])) for text in PROMPTS]
-    tokens = {engine.add(Request(prompt, params)): list(prompt) for prompt in prompts}
-    while engine.has_work:
-        for output in engine.step():
-            if output.error is not None:
-                raise ModelError(f"the target could not answer a built-in prompt ({output.error}): pass --text FILE")
-            tokens[output.request_id] += output.token_ids
-    pairs = zip(tokens.values(), prompts, strict=True)
-    return [Passage(f"prompt {i}", tuple(text), len(prompt)) for i, (text, prompt) in enumerate(pairs)]
 
 
 def record(source: Source, drafter: Drafter, passages: Sequence[Passage], console: Console) -> Recording:

@@ -19,24 +19,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from minieagle.engine import Engine, EngineConfig, Request
 from minieagle.errors import ModelError
 from minieagle.models.checkpoint import Progress
 from minieagle.models.config import read_json, target_config
 from minieagle.models.deepseek import Target
 from minieagle.models.eagle3 import Drafter
-from minieagle.sampling import SamplingParams
+from minieagle.passages import Passage, read_passages, written
 from minieagle.source import add_source_options, model_directory, open_pair, reading
-from minieagle.spec.observe import Source, TextError, check_texts, observe_texts
+from minieagle.spec.observe import Source, check_texts, observe_texts
 from minieagle.spec.walk import MAX_STEPS, Agreement, Walk, score, total, total_agreement
 from minieagle.tokenizer import Tokenizer
 
-PROMPTS = (
-    "I am looking for a cheap restaurant in the north of town.",
-    "Can you find me a flight to Boston next Friday?",
-    "I would like to book a table for four people tonight.",
-    "Natalia has 12 apples and gives 5 to her friend. How many are left?",
-)
 WALK_NOTE = (
     "tokens per step: emitted tokens / target forwards of the decode phase, the bonus token included, as in use; "
     "acceptance by depth: share of these steps whose accepted path reaches depth 1, 2, ... (survival)"
@@ -46,15 +39,6 @@ AGREEMENT_NOTE = (
     "the drafter having been fed the text's own tokens up to there (not conditional on lesser depths). These texts are "
     "not the target's own greedy writing, so there are no steps to count"
 )
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A text to score: tokens, of which the first prompt_len are a prompt that nobody drafts; where it came from."""
-
-    origin: str
-    tokens: tuple[int, ...]
-    prompt_len: int
 
 
 @dataclass(frozen=True)
@@ -176,58 +160,6 @@ def evaluate(
     seen = observe_texts(source, texts, drafter.config.boundaries, progress=progress)
     scores = [score(drafter, text, passage.prompt_len, num_steps) for text, passage in zip(seen, passages, strict=True)]
     return Evaluation(tuple(passages), tuple(scores))
-
-
-def written(target: Target, tokenizer: Tokenizer, max_tokens: int) -> list[Passage]:
-    """What the target writes greedily to a few prompts, at most max_tokens tokens each."""
-    engine = Engine(target, tokenizer, config=EngineConfig(max_seqs=len(PROMPTS)))
-    prompts = [tuple(tokenizer.encode_chat([{"role": "user", "content": text}])) for text in PROMPTS]
-    tokens: dict[int, list[int]] = {}
-    for prompt in prompts:
-        room = max(1, min(max_tokens, engine.max_context_tokens - len(prompt)))
-        tokens[engine.add(Request(prompt, SamplingParams(max_tokens=room)))] = list(prompt)
-    while engine.has_work:
-        for output in engine.step():
-            if output.error is not None:
-                raise ModelError(f"the target could not answer a built-in prompt ({output.error}): pass --text FILE")
-            tokens[output.request_id] += output.token_ids
-    return [
-        Passage(f"prompt {index}", tuple(text), len(prompt))
-        for index, (text, prompt) in enumerate(zip(tokens.values(), prompts, strict=True))
-    ]
-
-
-def read_passages(path: Path, tokenizer: Tokenizer, max_tokens: int) -> list[Passage]:
-    """The passages of a file. Plain text is cut into pieces of max_tokens tokens, each scored by itself; of .jsonl a
-    line is {"tokens": [...], "prompt_len": n}, prompt_len being 1 where it is left out. Raises TextError naming the
-    file, and the line."""
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise TextError(f"--text {path} can't be read as UTF-8 text: {error}") from None
-    if path.suffix == ".jsonl":
-        lines = [(number, line) for number, line in enumerate(content.splitlines(), start=1) if line.strip()]
-        found = [_passage(line, f"{path}:{number}") for number, line in lines]
-    else:
-        ids = tokenizer.encode(content)
-        pieces = [ids[start : start + max_tokens] for start in range(0, len(ids), max_tokens)]
-        found = [Passage(str(path), tuple(piece), 1) for piece in pieces]
-    if not any(len(passage.tokens) > passage.prompt_len for passage in found):
-        raise TextError(f"--text {path} holds nothing to score: a passage needs a token behind its prompt")
-    return found
-
-
-def _passage(line: str, where: str) -> Passage:
-    try:
-        read = json.loads(line)
-        tokens, prompt_len = read["tokens"], read.get("prompt_len", 1)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise TextError(f'{where}: a line must be {{"tokens": [...], "prompt_len": n}}') from None
-    if type(tokens) is not list or not all(type(token) is int for token in tokens):
-        raise TextError(f"{where}: tokens must be a list of token ids")
-    if type(prompt_len) is not int or not 1 <= prompt_len <= len(tokens):
-        raise TextError(f"{where}: prompt_len={prompt_len!r} must be in 1..{len(tokens)}, the passage's tokens")
-    return Passage(where, tuple(tokens), prompt_len)
 
 
 def _print(found: Evaluation, *, as_json: bool) -> None:

@@ -18,11 +18,12 @@ from rich.console import Console
 
 from bench.faults import FAULTS, Fault, outcome, write_faulty
 from minieagle import diagnosis
-from minieagle.diagnosis import Report, judge, ranked_causes, written
+from minieagle.diagnosis import NEW_TOKENS, Report, judge, ranked_causes
 from minieagle.heatmap import page
 from minieagle.llm import embedded
 from minieagle.models.drafter_weights import load_drafter
 from minieagle.models.eagle3 import Drafter
+from minieagle.passages import written
 from minieagle.spec.checks import check_fusion, check_vocabulary, check_weights, looks_random
 from minieagle.spec.doctor import (
     MIN_ROOTS,
@@ -54,7 +55,7 @@ def loaded() -> tuple[Drafter, Wiring]:
 @cache
 def whole_recording() -> Recording:
     """What the command measures on: the target's greedy texts, all boundaries kept."""
-    passages = written(target(), tokenizer())
+    passages = written(target(), tokenizer(), NEW_TOKENS, ignore_eos=True)
     drafter, _ = loaded()
     boundaries = boundaries_needed(drafter.config, target().config.num_hidden_layers)
     texts = observe_texts(target(), [passage.tokens for passage in passages], boundaries)
@@ -321,7 +322,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command without its grid: the drafter as wired only."""
     monkeypatch.setattr(diagnosis, "diagnose", partial(diagnose, max_changes=0))
     monkeypatch.setattr(diagnosis, "record", lambda *_: recording())
-    monkeypatch.setattr(diagnosis, "written", lambda *_: [1])
+    monkeypatch.setattr(diagnosis, "written", lambda *_, **__: [1])
 
 
 @pytest.mark.usefixtures("quick")

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from minieagle import evaluate
 from minieagle.engine import Request
 from minieagle.errors import ModelError
-from minieagle.evaluate import PROMPTS, Evaluation, Passage, read_passages, written
+from minieagle.evaluate import Evaluation
 from minieagle.models.eagle3 import DrafterOutput
 from minieagle.models.rows import Rows, Span
+from minieagle.passages import PROMPTS, Passage, read_passages, written
 from minieagle.spec.observe import TextError, observe_texts
 from minieagle.spec.walk import Agreement, Walk, score, total_agreement
 from tests import embedded
