@@ -26,6 +26,7 @@ from minieagle.models.cache import PagePool
 from minieagle.models.deepseek import Target, TargetOutput
 from minieagle.models.eagle3 import Drafter, DrafterOutput
 from minieagle.models.rows import Rows
+from minieagle.models.staging import staged
 from minieagle.sampling import SamplingBatch, SamplingParams, emit, logprobs
 from minieagle.scheduler import Scheduler, Work
 from minieagle.sequence import Sequence, SpecStats
@@ -221,7 +222,7 @@ class Engine:
 
     def _forward(self, work: Items[Work]) -> tuple[TargetOutput, Wanted]:
         tokens = [token for item in work for token in item.token_ids]
-        rows = Rows.of(torch.tensor(tokens, device=self.target.device), [item.span for item in work])
+        rows = Rows.of(staged(tokens, self.target.device), [item.span for item in work])
         wanted = Wanted.of(work, rows.positions)
         boundaries = self.boundaries if any(item.sequence.spec for item in work) else ()
         if (trace := self._tracing) is not None:
@@ -314,7 +315,7 @@ class Engine:
             return
         sequences = [followed[i].sequence for i in growing]
         if len(growing) < len(followed):
-            chosen = torch.tensor(growing, device=out.logits.device)
+            chosen = staged(growing, out.logits.device)
             out = DrafterOutput(out.logits.index_select(0, chosen), out.states.index_select(0, chosen))
         trees = grow(self.drafter, self.draft_cache, [_root(s) for s in sequences], out, self.config.shape)
         for sequence, tree in zip(sequences, trees, strict=True):
@@ -388,7 +389,7 @@ class Wanted:
             start += item.num_rows
         if len(indices) == start:
             return Wanted(None, owners, positions + 1)
-        rows = torch.tensor(indices, dtype=torch.int64, device=positions.device)
+        rows = staged(indices, positions.device)
         return Wanted(rows, owners, positions.index_select(0, rows) + 1)
 
 

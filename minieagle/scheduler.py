@@ -14,6 +14,7 @@ import torch
 
 from minieagle.models.cache import PagePool
 from minieagle.models.rows import Span
+from minieagle.models.staging import moved
 from minieagle.sequence import Sequence
 
 
@@ -34,7 +35,7 @@ class Work:
         tree = self.sequence.tree
         ancestors = None
         if tree is not None and not tree.is_chain:
-            ancestors = tree.ancestors.to(self.sequence.slots.device)
+            ancestors = moved(tree.ancestors, self.sequence.slots.device)
         return Span(self.sequence.slots, self.sequence.committed, self.num_rows, ancestors)
 
     @property

@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from minieagle.models.layers import HAS_TRITON
 from minieagle.models.rows import Rows, Span
+from minieagle.models.staging import moved, staged
 
 KEY_BLOCK = 64
 NULL_SLOT = 0
@@ -65,7 +66,7 @@ def _shared_keys(spans: list[Span], num_keys: list[int], last_seen: Tensor) -> K
     return Keys(slots, _mask(torch.arange(width, device=slots.device) <= last_seen.unsqueeze(-1)))
 
 
-def _tail_slots(span: Span, width: int) -> Tensor:
+def tail_slots(span: Span, width: int) -> Tensor:
     """[n, width] slots of one tree's own last block(s): the committed rest of the block, then each row's ancestors."""
     assert span.ancestors is not None
     start = span.committed // KEY_BLOCK * KEY_BLOCK
@@ -87,11 +88,11 @@ def _tree_group(spans: list[Span]) -> tuple[Keys | None, Keys | None]:
     starts = [span.committed // KEY_BLOCK * KEY_BLOCK for span in spans]
     shared = None
     if max(starts):
-        seen = torch.tensor(starts, device=spans[0].slots.device).sub(1).unsqueeze(1)
+        seen = staged(starts, spans[0].slots.device).sub(1).unsqueeze(1)
         shared = _shared_keys(spans, starts, seen.expand(-1, spans[0].num_rows))
     deepest = [span.committed - start + span.ancestors.shape[1] for span, start in zip(spans, starts, strict=True)]  # type: ignore[union-attr]
     width = _whole_blocks(max(deepest))
-    slots = torch.stack([_tail_slots(span, width) for span in spans])
+    slots = torch.stack([tail_slots(span, width) for span in spans])
     return shared, Keys(slots, _mask(slots != NULL_SLOT))
 
 
@@ -127,7 +128,7 @@ class AttentionPlan:
         groups = []
         for indices in members.values():
             flat = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in indices])
-            groups.append(_group([rows.spans[i] for i in indices], flat.to(rows.token_ids.device)))
+            groups.append(_group([rows.spans[i] for i in indices], moved(flat, rows.token_ids.device)))
         return AttentionPlan(tuple(groups))
 
     def attend(self, q: Tensor, cache: Tensor, *, key_width: int, value_start: int) -> Tensor:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from minieagle.models.attention import AttentionPlan
+from minieagle.models.attention import AttentionPlan, Plan
 from minieagle.models.cache import Announcer, PagedCache
 from minieagle.models.config import TargetConfig
+from minieagle.models.flash_mla import FlashPlan, Prefix
+from minieagle.models.graphs import Inputs, VerifyGraphs
 from minieagle.models.layers import Linear, RMSNorm, SwiGLU
 from minieagle.models.mla import LatentAttention
 from minieagle.models.moe import MixtureOfExperts
@@ -55,9 +58,7 @@ class Block(nn.Module):
         else:
             self.feed_forward = MixtureOfExperts(config, shards)
 
-    def forward(
-        self, h: Tensor, cos: Tensor, sin: Tensor, cache: PagedCache, slots: Tensor, plan: AttentionPlan
-    ) -> Tensor:
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, cache: PagedCache, slots: Tensor, plan: Plan) -> Tensor:
         h = h + self.add(self.attention(self.input_norm(h), cos, sin, cache, self.index, slots, plan))
         return h + self.add(self.feed_forward(self.post_attention_norm(h)))
 
@@ -79,6 +80,10 @@ class Target(nn.Module):
         self.rotary: RotaryTable
         self.lead: Announcer | None = None
         """Rank 0 of several: tells the other ranks before it runs."""
+        self.prefix: Prefix | None = None
+        """A library's attention over committed rows, where equal bits are given up for it (models/acceleration.py)."""
+        self.graphs: VerifyGraphs | None = None
+        """Recorded decode and verify steps."""
 
     @property
     def device(self) -> torch.device:
@@ -117,17 +122,35 @@ class Target(nn.Module):
         """
         if self.lead is not None:
             self.lead.target(rows, cache, boundaries, logit_rows)
-        plan, slots = AttentionPlan.of(rows), rows.write_slots()
-        cos, sin = self.rotary.at(rows.positions)
-        h = self.embed(rows.token_ids)
+        if self.graphs is not None and self.graphs.takes(rows, logit_rows):
+            return TargetOutput(*self.graphs.run(rows, cache, boundaries, partial(self._replayed, cache, boundaries)))
+        plan = AttentionPlan.of(rows) if self.prefix is None else FlashPlan.of(rows, self.prefix)
+        h, captured = self._layers(rows.token_ids, rows.positions, rows.write_slots(), plan, cache, boundaries)
+        return TargetOutput(self.head(h if logit_rows is None else h.index_select(0, logit_rows)), captured)
+
+    def _replayed(self, cache: PagedCache, boundaries: Sequence[int], inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """The forward that a graph holds: logits and captured boundaries of every row."""
+        places = inputs.token_ids, inputs.positions, inputs.write_slots
+        h, captured = self._layers(*places, inputs.plan(), cache, boundaries)
+        return self.head(h), captured
+
+    def _layers(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        plan: Plan,
+        cache: PagedCache,
+        boundaries: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        """Rows at boundary L [T, hidden], and the wanted boundaries [T, count, hidden]."""
+        cos, sin = self.rotary.at(positions)
+        h = self.embed(token_ids)
         states: dict[int, Tensor] = {0: h} if 0 in boundaries else {}
         for index, layer in enumerate(self.layers):
             h = layer(h, cos, sin, cache, slots, plan)
             if index + 1 in boundaries:
                 states[index + 1] = h
-        captured = (
-            torch.stack([states[b] for b in boundaries], dim=1)
-            if boundaries
-            else h.new_empty(h.shape[0], 0, h.shape[1])
-        )
-        return TargetOutput(self.head(h if logit_rows is None else h.index_select(0, logit_rows)), captured)
+        if not boundaries:
+            return h, h.new_empty(h.shape[0], 0, h.shape[1])
+        return h, torch.stack([states[b] for b in boundaries], dim=1)

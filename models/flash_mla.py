@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from minieagle.models.rows import Rows, Span
+from minieagle.models.staging import staged
 
 HAS_FLASHINFER = importlib.util.find_spec("flashinfer") is not None
 WIDTHS = (512, 64)
@@ -106,7 +107,7 @@ class _Own:
     @staticmethod
     def of(spans: Sequence[Span], starts: Sequence[int], device: torch.device) -> _Own:
         num_rows, num_keys = spans[0].num_rows, spans[0].first + spans[0].num_rows
-        rows = torch.tensor(starts, device=device).unsqueeze(1) + torch.arange(num_rows, device=device)
+        rows = staged(starts, device).unsqueeze(1) + torch.arange(num_rows, device=device)
         slots = torch.stack([span.slots[span.committed :][:num_keys] for span in spans])
         allowed = torch.stack([_allowed(span, num_keys) for span in spans])
         return _Own(rows, slots, torch.where(allowed, 0.0, float("-inf")))
@@ -148,7 +149,7 @@ class FlashPlan:
             return FlashPlan(prefix, None, tuple(own))
         prefix.plan([rows.spans[i] for i in behind])
         flat = [row for i in behind for row in range(starts[i], starts[i + 1])]
-        return FlashPlan(prefix, torch.tensor(flat, device=device), tuple(own))
+        return FlashPlan(prefix, staged(flat, device), tuple(own))
 
     def attend(self, q: Tensor, cache: Tensor, *, key_width: int, value_start: int) -> Tensor:
         """As models/attention.py's `attend`, for caches of one key head whose value is the key's end."""

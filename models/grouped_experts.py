@@ -64,7 +64,7 @@ class GroupedExperts:
 
     @staticmethod
     def takes(products: Sequence[tuple[nn.Module, nn.Module]]) -> bool:
-        """Whether the kernel takes these experts: one kind, INT4 words with groups that make an inner tile, or plain."""
+        """Whether the kernel takes these experts: of one kind, plain or INT4 with groups of an inner tile."""
         parts = [part for pair in products for product in pair for part in _parts(product)]
         if parts and all(isinstance(part, Int4Linear) for part in parts):
             packed = [cast(Int4Linear, part) for part in parts]
@@ -79,9 +79,7 @@ class GroupedExperts:
         num_pairs, tiles = ids.numel(), Tiles.of(ids, self.num_experts)
 
         def product(rows: Tensor, stack: Stack, pairs_a_row: int) -> Tensor:
-            return grouped_product(
-                rows, stack.weight, stack.scale, tiles, num_pairs=num_pairs, pairs_a_row=pairs_a_row
-            )
+            return grouped_product(rows, stack.weight, stack.scale, tiles, num_pairs=num_pairs, pairs_a_row=pairs_a_row)
 
         hidden = silu_mul(product(x, self.gate_up, ids.shape[1]))
         pieces = hidden.chunk(len(self.down), dim=1)

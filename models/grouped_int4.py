@@ -30,8 +30,8 @@ from minieagle.models.tiled_linear import COLUMNS, INNER, ROWS, dot_dtype, resul
 
 @dataclass(frozen=True)
 class Tiles:
-    """Which pairs each tile computes: expert [M] int64, E or more where a tile is not needed; pairs [M, ROWS] int64, P where a
-    row is padding. Pair p is row p // A's choice p % A."""
+    """Which pairs each tile computes: expert [M] int64, E or more where a tile is not needed; pairs [M, ROWS] int64, P
+    where a row is padding. Pair p is row p // A's choice p % A."""
 
     expert: Tensor
     pairs: Tensor

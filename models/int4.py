@@ -22,7 +22,7 @@ NATIVE_ROWS = 64  # the native layout interleaves rows within blocks of 64
 
 def pack(codes: Tensor) -> Tensor:
     """q [out, in] integers in [-8, 7], in % 8 == 0 -> packed words [out, in / 8] int32."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int64)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int64, device=codes.device)
     words = ((codes.to(torch.int64) + 8).unflatten(-1, (-1, WORD)) << shifts).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 

@@ -2,8 +2,8 @@
 
 bf16 matrix products on a CPU have that property as they are. fp32 ones switch kernels below a dozen rows, so few rows
 are padded to 16. A GPU's library has it for neither, so loaded weights take our own kernel there
-(models/tiled_linear.py), unless `set_exact` gives the promise up for speed. Element-wise functions that treat a vector's tail by scalar code (exp, sigmoid) differ in the last
-bit between the two, so they too are given whole vectors.
+(models/tiled_linear.py), unless `set_exact` gives the promise up for speed. Element-wise functions that treat a
+vector's tail by scalar code (exp, sigmoid) differ in the last bit between the two, so they too are given whole vectors.
 
 Layers have no hooks: `__call__ = forward` makes calling one a plain call, 1 us less, 140 times a token.
 """

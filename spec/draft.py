@@ -23,6 +23,7 @@ from torch import Tensor
 from minieagle.models.cache import PagedCache
 from minieagle.models.eagle3 import Drafter, DrafterOutput
 from minieagle.models.rows import Rows, Span
+from minieagle.models.staging import staged
 from minieagle.spec.noise import gumbel
 from minieagle.spec.tree import Pool, Shape, Tree, TreeShape, top_children
 
@@ -66,8 +67,8 @@ def extend(
     device = commits[0].captured.device
     captured = torch.cat([commit.captured for commit in commits])
     states = drafter.fuse(captured)
-    last = torch.tensor([span.num_rows for span in spans], device=device).cumsum(0) - 1
-    out = drafter(Rows.of(torch.tensor(tokens, device=device), spans), states, cache, logit_rows=last)
+    last = staged([span.num_rows for span in spans], device).cumsum(0) - 1
+    out = drafter(Rows.of(staged(tokens, device), spans), states, cache, logit_rows=last)
     if observer is not None:
         observer(captured, states, out)
     return DrafterOutput(out.logits, out.states.index_select(0, last))
@@ -78,11 +79,11 @@ def _noise(drafter: Drafter, roots: Sequence[Root], num_steps: int) -> Tensor | 
     if all(root.temperature == 0 for root in roots):
         return None
     device = drafter.target_ids.device
-    positions = torch.tensor([root.committed + 1 for root in roots], device=device)
+    positions = staged([root.committed + 1 for root in roots], device)
     positions = positions[:, None] + torch.arange(num_steps, device=device)
-    seeds = torch.tensor([root.seed for root in roots], device=device)[:, None].expand_as(positions)
+    seeds = staged([root.seed for root in roots], device)[:, None].expand_as(positions)
     noise = gumbel(seeds.flatten(), positions.flatten(), drafter.config.vocab_size, drafter.target_ids)
-    sampled = torch.tensor([root.temperature > 0 for root in roots], device=device)
+    sampled = staged([root.temperature > 0 for root in roots], device, torch.bool)
     return noise.view(*positions.shape, -1) * sampled[:, None, None]
 
 
@@ -92,7 +93,7 @@ class _Keys:
     def __init__(self, drafter: Drafter, roots: Sequence[Root], num_steps: int) -> None:
         self.noise = _noise(drafter, roots, num_steps)
         heat = [root.temperature or 1.0 for root in roots]
-        self.temperature = torch.tensor(heat, device=drafter.target_ids.device)[:, None, None]
+        self.temperature = staged(heat, drafter.target_ids.device, torch.float32)[:, None, None]
 
     def at(self, logits: Tensor, level: int) -> Tensor:
         """logits [B, F, W] of the nodes whose children sit on `level` (0 = the root's children)."""
