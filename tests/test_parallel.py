@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, assume, given, settings
+from hypothesis import Phase, assume, given, note, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -22,7 +22,9 @@ from torch import Tensor
 from minieagle.dist.ranks import ALONE, Ranks
 from minieagle.dist.shard import ShardError, rank_bytes
 from minieagle.llm import embedded
-from minieagle.models.int4 import dequantize
+from minieagle.models.drafter_config import DrafterConfig, LatentSizes
+from minieagle.models.int4 import Int4Linear, dequantize
+from minieagle.models.layers import SlicedLinear
 from minieagle.models.shards import Shards
 from minieagle.models.target_names import WRAPPER
 from minieagle.models.target_weights import load_target
@@ -68,6 +70,8 @@ def saved(config: dict[str, Any], kind: str, seed: int, dtype: torch.dtype = tor
     wide = {"float32": 64, "int4 of 8": 64, "int4 of 32": 256}.get(kind, config["moe_intermediate_size"])
     hidden = {"int4 of 32": 64}.get(kind, config["hidden_size"])
     sizes = config | CUT | {"moe_intermediate_size": wide, "hidden_size": hidden}
+    if kind.startswith("int4"):
+        sizes["first_k_dense_replace"] = 0
     plain = save_target(new_folder(), seed, dtype=getattr(torch, kind, dtype), **sizes)
     if not kind.startswith("int4"):
         return plain
@@ -104,6 +108,7 @@ def test_eight_slices_give_the_same_bits_on_any_number_of_ranks(
 ) -> None:
     alone = run_rows(load_target(model, shards=Shards(slices=SLICES)), tokens(seed, count))
     replies, outs = ask_forward(groups, size, model, tokens(seed, count), slices=SLICES)
+    note((model / "config.json").read_text())
     assert [reply["meta"] for reply in replies] == [0] * size
     assert all(torch.equal(out["captured"], alone.captured) for out in outs)
     assert torch.equal(outs[0]["logits"], alone.logits)
@@ -170,17 +175,22 @@ def placed(rank: int, size: int) -> Ranks:
 def experts_of(model: Path, shards: Shards) -> list[Tensor]:
     """gate, up and down of the first expert of the last layer, dequantised."""
     expert = an_expert(load_target(model, shards=shards))
-    gate_up, down = expert.gate_up, getattr(expert.down, "parts", [expert.down])
-    wide = [dequantize(part.packed, part.scale, torch.float32) for part in down]
-    gate, up = dequantize(gate_up.packed, gate_up.scale, torch.float32).chunk(2)
+    down = list(expert.down.parts) if isinstance(expert.down, SlicedLinear) else [expert.down]
+    (gate, up), wide = dense(expert.gate_up).chunk(2), [dense(part) for part in down]
     return [gate, up, torch.cat(wide, dim=1)]
+
+
+def dense(product: torch.nn.Module) -> Tensor:
+    """An INT4 weight in float32, from the words and scales that are kept as they came: groups of 8 are."""
+    assert isinstance(product, Int4Linear) and not product.native
+    return dequantize(product.codes, product.scale, torch.float32)
 
 
 @settings(max_examples=4, phases=NO_SHRINKING)
 @given(size=st.sampled_from(SIZES), slices=st.sampled_from([None, SLICES]), seed=SEEDS)
 def test_int4_slices_dequantise_to_slices_of_the_whole(size: int, slices: int | None, seed: int) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "first_k_dense_replace": 0, "moe_intermediate_size": 64}
-    model = saved(sizes, "int4 of 8", seed)
+    model = saved(sizes, "int4 of 8", seed, torch.float32)
     whole = experts_of(model, Shards())
     parts = [experts_of(model, Shards(placed(rank, size), slices or size)) for rank in range(size)]
     for index, dim in enumerate((0, 0, 1)):
@@ -245,9 +255,20 @@ def check_same(replies: list[Any], alone: Any) -> None:
 
 def drafter_for(seed: int, *, latent: bool) -> Path:
     """A random drafter for TINY's width and vocabulary, with grouped or latent attention."""
-    config = published.torchspec_mla([0, 1, 1]) if latent else published.specforge([0, 1, 1])
-    own = {"boundaries": [0, 1, 2], "draft_vocab_size": 96 if latent else published.DRAFT_VOCAB}
-    return published.write(new_folder() / "drafter", config | own, published.tensors(latent=latent, reduced=not latent))
+    config = DrafterConfig(
+        hidden_size=64,
+        target_hidden_size=64,
+        intermediate_size=40,
+        num_attention_heads=4,
+        num_key_value_heads=4 if latent else 2,
+        head_dim=published.HEAD_DIM,
+        vocab_size=96,
+        draft_vocab_size=published.DRAFT_VOCAB,
+        boundaries=(0, 1, 2),
+        max_position_embeddings=512,
+        latent=LatentSizes(**published.LATENT) if latent else None,
+    )
+    return published.write(new_folder() / "drafter", config.to_json(), published.tensors(latent=latent, seed=seed))
 
 
 TINY_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "moe_intermediate_size": 64}
