@@ -35,18 +35,32 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Group:
     """The group that torchrun describes in `environment`, or a group of one where none of its variables is set.
 
     Raises GroupError when only some of the variables are set, when one is not an integer within its bounds, or when
-    there are more ranks than MAX_SIZE.
+    there are more ranks than MAX_SIZE or than GPUs on a host that has any.
     """
     if not any(name in environment for name in _VARIABLES):
-        return Group(rank=0, size=1, device=_device(0))
+        return alone()
     _check_complete(environment)
     size = _size(environment)
     rank = _index(environment, "RANK", size)
     return Group(rank=rank, size=size, device=_device(_index(environment, "LOCAL_RANK", size)))
 
 
+def alone() -> Group:
+    """One process: on the first GPU where there is one."""
+    return Group(rank=0, size=1, device=_device(0))
+
+
 def _device(local_rank: int) -> torch.device:
-    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    """A GPU of its own for every rank of a host, or the CPU for all of them."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise GroupError(
+            f"LOCAL_RANK={local_rank} is beyond this host's {count} GPUs: start torchrun with --nproc-per-node "
+            f"{count}, or set CUDA_VISIBLE_DEVICES to nothing to run on the CPU"
+        )
+    return torch.device("cuda", local_rank)
 
 
 def _check_complete(environment: Mapping[str, str]) -> None:

@@ -19,9 +19,11 @@ from typing import Any, cast, overload
 
 import torch
 
+from minieagle.dist.group import alone
 from minieagle.dist.ranks import Ranks
 from minieagle.engine import Engine, EngineConfig, Output, Request, TokenLogprob
 from minieagle.errors import ModelError, RequestError
+from minieagle.models.acceleration import accelerate, check_acceleration
 from minieagle.models.checkpoint import Progress
 from minieagle.models.config import read_json, target_config
 from minieagle.models.deepseek import Target
@@ -29,7 +31,7 @@ from minieagle.models.drafter_weights import load_drafter
 from minieagle.models.eagle3 import Drafter
 from minieagle.models.lockstep import Lead, follow
 from minieagle.models.selfcheck import row_difference
-from minieagle.models.shards import WHOLE, Shards
+from minieagle.models.shards import Shards
 from minieagle.models.target_weights import load_target
 from minieagle.sampling import SamplingParams
 from minieagle.sequence import SpecStats
@@ -87,6 +89,8 @@ def load_engine(
     trace: str | Path | None = None,
     trace_steps: str | None = None,
     trace_layers: bool = False,
+    exact: bool = True,
+    cuda_graph: bool = False,
     **options: int | None,
 ) -> Engine:
     """An engine over a model directory (None: the embedded model with its drafter).
@@ -97,7 +101,8 @@ def load_engine(
     by name, all or none. ranks: the ranks over which the model is cut (dist/job.py), on rank 0 only: the others call
     `obey` with the same arguments. reduction_slices: pieces of every sum over ranks, None for as many as ranks; a fixed
     number such as 8 makes 1, 2, 4 and 8 ranks agree bit for bit (models/shards.py). trace: a file for the stages of
-    trace_steps ("0-3,10"; the first 16 by default), with trace_layers every boundary. options: the other fields of
+    trace_steps ("0-3,10"; the first 16 by default), with trace_layers every boundary. exact, cuda_graph: what a GPU may
+    do beyond the default (models/acceleration.py). options: the other fields of
     EngineConfig, None for the default. Raises ModelError, ConfigError, CheckpointError, BoundaryError or ShardError for
     directories that can't be used, ShapeError for trees, TraceError for traces.
     """
@@ -116,6 +121,8 @@ def load_engine(
         drafter,
         dtype=dtype,
         device=device,
+        exact=exact,
+        cuda_graph=cuda_graph,
         progress=progress,
         convention=capture_convention,
         boundaries=boundaries,
@@ -149,6 +156,8 @@ def obey(
     capture_convention: Convention | None = None,
     boundaries: Sequence[int] | None = None,
     reduction_slices: int | None = None,
+    exact: bool = True,
+    cuda_graph: bool = False,
     **_: object,
 ) -> None:
     """The life of a rank that doesn't lead: load its pieces, do what rank 0 does, return when rank 0 stops. Arguments
@@ -160,6 +169,8 @@ def obey(
         drafter,
         dtype=dtype,
         device=device,
+        exact=exact,
+        cuda_graph=cuda_graph,
         convention=capture_convention,
         boundaries=boundaries,
         shards=shards,
@@ -179,7 +190,7 @@ def _directories(model: str | Path | None, drafter: str | Path | None, spec: boo
 
 def _shards(ranks: Ranks | None, reduction_slices: int | None) -> Shards:
     if ranks is None:
-        return WHOLE if reduction_slices is None else Shards(slices=reduction_slices)
+        ranks = Ranks(alone())
     return Shards(ranks, ranks.size if reduction_slices is None else reduction_slices)
 
 
@@ -189,6 +200,8 @@ def _load(
     *,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
+    exact: bool,
+    cuda_graph: bool,
     convention: Convention | None,
     boundaries: Sequence[int] | None,
     shards: Shards,
@@ -199,6 +212,8 @@ def _load(
     take minutes."""
     if drafter is None and (convention is not None or boundaries is not None):
         raise ModelError("capture_convention and boundaries describe a drafter: pass drafter=DIRECTORY too")
+    place = torch.device(device) if device is not None else shards.ranks.device
+    check_acceleration(place, exact=exact, cuda_graph=cuda_graph)
     wiring = None
     if drafter is not None:
         wiring = read_wiring(
@@ -208,9 +223,9 @@ def _load(
             boundaries=boundaries,
         )
         check_tokenizer(wiring, tokenizer_fingerprint(directory))
-    place = torch.device(device) if device is not None else shards.ranks.device
     target = load_target(directory, dtype=dtype, device=place, progress=progress, shards=shards)
     if drafter is None or wiring is None:
+        accelerate(target, None, exact=exact, cuda_graph=cuda_graph)
         return target, None
     positions = (context or target.config.max_position_embeddings) + MAX_STEPS
     loaded = load_drafter(
@@ -221,6 +236,7 @@ def _load(
         max_positions=positions,
         d2t=wiring.d2t,
     )
+    accelerate(target, loaded, exact=exact, cuda_graph=cuda_graph)
     return target, loaded
 
 

@@ -34,6 +34,13 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--num-steps", "--speculative-num-steps", type=int, metavar="N", help="levels of the draft tree")
     add("--topk", "--eagle-topk", "--speculative-eagle-topk", type=int, metavar="K", help="children kept on each level")
     add("--num-draft-tokens", "--speculative-num-draft-tokens", type=int, metavar="N", help="nodes, the root included")
+    add(
+        "--no-exact",
+        dest="exact",
+        action="store_false",
+        help="on a GPU: library kernels, faster on long prompts; speculation then changes tokens at near-ties",
+    )
+    add("--cuda-graph", action="store_true", help="on a GPU: record decode and verify steps and replay them")
     add("--dtype", choices=("bfloat16", "float32"), help="compute in this type (default: the checkpoint's)")
 
 
@@ -83,6 +90,8 @@ _PASSED = (
     "max_seqs",
     "max_context_tokens",
     "reduction_slices",
+    "exact",
+    "cuda_graph",
     "trace",
     "trace_steps",
     "trace_layers",

@@ -30,6 +30,7 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("available", "device"), [(False, "cpu"), (True, "cuda:0")])
 def test_the_device_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch, available: bool, device: str):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert from_environment(TORCHRUN).device == torch.device(device)
 
 
