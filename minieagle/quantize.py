@@ -8,34 +8,24 @@ file by file, so memory peaks at one output file.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
+from minieagle.directory import new_directory, write_companions, write_weights
 from minieagle.errors import ModelError
 from minieagle.models.checkpoint import Checkpoint, CheckpointError
 from minieagle.models.config import read_json, target_config
+from minieagle.models.headers import INDEX
 from minieagle.models.int4 import WORD, pack, quantize
 from minieagle.models.weight_groups import group, loaded, weight_faults
 
 _ROUTED = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_COPIED = (
-    "tokenizer.json",
-    "tiktoken.model",
-    "tokenizer_config.json",
-    "generation_config.json",
-    "chat_template.jinja",
-    "MODEL_CARD.md",
-)
 
 
 def quantization_config(group_size: int) -> dict[str, Any]:
@@ -89,10 +79,7 @@ def _convert_file(checkpoint: Checkpoint, names: Iterable[str], target: Path, gr
         if tensor.dtype in _FLOATS and not tensor.isfinite().all():
             raise ModelError(f"{name} holds NaN or infinity: the source is damaged, fetch it again")
         tensors |= quantized(name, tensor, group_size) if _ROUTED.search(name) else {name: tensor}
-    try:
-        save_file(tensors, target, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise ModelError(f"{target} can't be written: {error}") from error
+    write_weights(target, tensors)
     checkpoint.release()
     return dict.fromkeys(tensors, target.name)
 
@@ -108,8 +95,7 @@ def quantize_directory(
     source: Path, target: Path, *, group_size: int = 32, progress: Callable[[int, int], None] | None = None
 ) -> None:
     """Quantise a bf16 or fp32 model directory. Refuses an already quantised or incomplete source, and a target that is
-    not empty or lies in the source. The target appears when it is whole: until then, what is written lies beside it
-    under a name of its own, which an interrupted run leaves behind without a config.json."""
+    not empty or lies in the source. The target appears when it is whole."""
     config = read_json(source / "config.json")
     parsed = target_config(config)
     if parsed.group_size is not None or parsed.fp8_block is not None:
@@ -120,25 +106,11 @@ def quantize_directory(
     faults = weight_faults(loaded(group(checkpoint.stored), parsed)[0], parsed)
     if faults:
         raise CheckpointError(f"{source}: {faults[0]}")
-    target = _checked_target(source, target)
-    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
+    with new_directory(source, target) as partial:
         weight_map = _convert(checkpoint, partial, group_size, progress or (lambda done, total: None))
-        _write_rest(source, partial, weight_map, _described(config, group_size))
-        os.replace(partial, target)
-    except BaseException:  # an interrupt too
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _checked_target(source: Path, target: Path) -> Path:
-    target = target.resolve()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ModelError(f"{target} is not empty: pass a new directory")
-    if target.is_relative_to(source.resolve()):
-        raise ModelError(f"{target} lies inside {source}, which is read: pass a directory elsewhere")
-    return target
+        if len(set(weight_map.values())) > 1:
+            (partial / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
+        write_companions(source, partial, _described(config, group_size))
 
 
 def _convert(
@@ -153,14 +125,3 @@ def _convert(
         weight_map |= _convert_file(checkpoint, members[path], target / path.name, group_size)
         progress(done, len(members))
     return weight_map
-
-
-def _write_rest(source: Path, target: Path, weight_map: dict[str, str], config: dict[str, Any]) -> None:
-    """What stands beside the weights; config.json last, for without it no directory is a model."""
-    if len(set(weight_map.values())) > 1:
-        index = {"metadata": {}, "weight_map": weight_map}
-        (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    for name in _COPIED:
-        if (source / name).exists():
-            shutil.copyfile(source / name, target / name)
-    (target / "config.json").write_text(json.dumps(config, indent=1))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from minieagle.models.files import FileError, open_plain
-from minieagle.models.fp8 import SCALE, check_scaled, dequantize
+from minieagle.models.fp8 import SCALE, check_scaled, dequantize, touched
 from minieagle.models.headers import CheckpointError, Stored, read_headers
 from minieagle.models.layers import Linear, SlicedLinear, SwiGLU
 from minieagle.models.shards import WHOLE, Shards
@@ -47,8 +47,8 @@ class Checkpoint:
         self._maps: dict[Path, mmap.mmap] = {}
         self._left = set(self.stored)
         self.fetch: Callable[[Stored], Tensor] = self._mapped  # stream.py puts a reader of its own in its place
-        self.taken_bytes = 0
-        self.total_bytes = sum(path.stat().st_size for path in {stored.path for stored in self.stored.values()})
+        self.taken_bytes = self.dropped_bytes = 0
+        self.total_bytes = sum(stored.nbytes for stored in self.stored.values())
 
     def _map(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
@@ -100,15 +100,25 @@ class Checkpoint:
         """Forget the tensors whose name is unwanted; returns them."""
         dropped = sorted(name for name in self._left if unwanted(name))
         self._left.difference_update(dropped)
+        self.dropped_bytes += sum(self.stored[name].nbytes for name in dropped)
         return dropped
 
+    def report(self, progress: Progress | None) -> None:
+        """Tell how many of the bytes that are wanted have been taken."""
+        if progress is not None:
+            progress(self.taken_bytes, self.total_bytes - self.dropped_bytes)
+
     def finish(self) -> None:
+        """Raises CheckpointError when a tensor was neither taken nor dropped. Then every byte behind the headers was,
+        since the files hold nothing between the tensors."""
         self.release()
         if self._left:
             some = sorted(self._left)[:5]
             raise CheckpointError(
                 f"{self.directory} holds {len(self._left)} tensors that the model has no place for: {some}"
             )
+        counted = self.taken_bytes + self.dropped_bytes
+        assert counted == self.total_bytes, f"{counted} bytes taken or dropped of {self.total_bytes}"
 
 
 def tensor_in(memory: mmap.mmap, stored: Stored, offset: int) -> Tensor:
@@ -124,7 +134,11 @@ def tensor_in(memory: mmap.mmap, stored: Stored, offset: int) -> Tensor:
 
 
 class Filler:
-    """Puts tensors into a module on the meta device, checking shapes, in one dtype and on one device."""
+    """Puts tensors into a module on the meta device, checking shapes, in one dtype and on one device.
+
+    shards: which piece of what is cut this rank takes; only that is copied or dequantised. are_cut: the files hold this
+    rank's pieces already (rank_files.py). Shapes in arguments are always those of the whole model.
+    """
 
     def __init__(
         self,
@@ -134,9 +148,19 @@ class Filler:
         group_size: int | None = None,
         fp8_block: tuple[int, int] | None = None,
         shards: Shards = WHOLE,
+        are_cut: bool = False,
     ) -> None:
         self.checkpoint, self.dtype, self.device, self.shards = checkpoint, dtype, device, shards
-        self.group_size, self.fp8_block = group_size, fp8_block
+        self.group_size, self.fp8_block, self.are_cut = group_size, fp8_block, are_cut
+
+    def uncut(self) -> Filler:
+        """One that takes whole tensors from the same files."""
+        return Filler(self.checkpoint, self.dtype, self.device, self.group_size, self.fp8_block)
+
+    def stored_shape(self, shape: Sequence[int], cut: int | None) -> tuple[int, ...]:
+        """What a tensor of that shape is in the files, when dimension `cut` is cut over ranks."""
+        size = self.shards.ranks.size if self.are_cut else 1
+        return tuple(length // size if dim == cut else length for dim, length in enumerate(shape))
 
     def take(
         self, shapes: Mapping[str, Sequence[int]], *, dtype: torch.dtype | None = None, cut: int | None = None
@@ -144,17 +168,31 @@ class Filler:
         """The named tensors, each of the shape given, one below the other, copied out of the mapping. FP8 weights come
         multiplied by their scales. cut: the dimension of which each rank takes its piece, None for the whole."""
         wanted = dtype or self.dtype
-        parts = [self._plain(name, shape, wanted) for name, shape in shapes.items()]
-        if cut is not None:
-            parts = [self.shards.mine(part, cut) for part in parts]
+        parts = [self._piece(name, shape, wanted, cut) for name, shape in shapes.items()]
         whole = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
         return whole.to(self.device, wanted)
 
-    def _plain(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if name + SCALE not in self.checkpoint:
-            return self.view(name, shape, dtype)
-        weight, scale = self._shaped(name, shape), self.checkpoint.take(name + SCALE)
-        return dequantize(weight, scale, check_scaled(name, weight, scale, self.fp8_block), dtype)
+    def _piece(self, name: str, shape: Sequence[int], dtype: torch.dtype, cut: int | None) -> Tensor:
+        """This rank's piece, in the mapping where nothing has to be computed."""
+        if name + SCALE in self.checkpoint:
+            return self._scaled_piece(name, shape, dtype, cut)
+        stored = self.view(name, self.stored_shape(shape, cut), dtype)
+        return stored if cut is None or self.are_cut else self.shards.mine(stored, cut)
+
+    def _scaled_piece(self, name: str, shape: Sequence[int], dtype: torch.dtype, cut: int | None) -> Tensor:
+        weight, scale = self._shaped(name, self.stored_shape(shape, cut)), self.checkpoint.take(name + SCALE)
+        first = self._first(shape, cut)
+        block = check_scaled(name, weight, scale, self.fp8_block, first=first if self.are_cut else (0, 0))
+        if cut is not None and not self.are_cut:
+            weight = self.shards.mine(weight, cut)
+            scale = touched(scale, block, cut, first[cut], weight.shape[cut])
+        return dequantize(weight, scale, block, dtype, first=first)
+
+    def _first(self, shape: Sequence[int], cut: int | None) -> tuple[int, int]:
+        """Row and column of the whole weight at which this rank's piece begins."""
+        ranks = self.shards.ranks
+        row, column = (ranks.rank * (shape[dim] // ranks.size) if dim == cut else 0 for dim in (0, 1))
+        return row, column
 
     def view(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         """The named tensor of the shape given, where it lies and in the file's dtype: any float where a float dtype

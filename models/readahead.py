@@ -13,6 +13,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -171,3 +172,38 @@ def _drop_pages(run: _Run | None) -> None:
     if run is not None and advise is not None:
         with open_plain(run.members[0].path) as file:
             advise(file.fileno(), run.start, run.nbytes, os.POSIX_FADV_DONTNEED)
+
+
+PREFETCHED_PARTS = 2
+PREFETCH_THREADS = 4
+SCRATCH_BYTES = 2**20
+
+
+class Prefetch:
+    """Threads that bring what comes next into the system's file cache, for a reader of mapped files: PREFETCHED_PARTS
+    parts before they are wanted. A rank of several reads its share of the stretches only, and the others theirs: the
+    cache of a host serves all of its ranks. A hint and no more: what can't be read is the reader's to find.
+
+    share: (which, of how many). Mutable: `advance` is called for each part that is begun, `close` ends the threads.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Stored]], share: tuple[int, int]) -> None:
+        self._parts, self._share = iter(parts), share
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))  # for all threads: nobody looks at what is in it
+        self._pool = ThreadPoolExecutor(PREFETCH_THREADS, thread_name_prefix="prefetch")
+        for _ in range(PREFETCHED_PARTS):
+            self.advance()
+
+    def advance(self) -> None:
+        which, size = self._share
+        for run in list(_runs(next(self._parts, ())))[which::size]:
+            self._pool.submit(self._touch, run)
+
+    def _touch(self, run: _Run) -> None:
+        stop = run.start + run.nbytes
+        with open_plain(run.members[0].path) as file:
+            for start in range(run.start, stop, SCRATCH_BYTES):
+                os.preadv(file.fileno(), [self._scratch[: stop - start]], start)
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)

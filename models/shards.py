@@ -23,10 +23,12 @@ from minieagle.dist.shard import ShardError
 
 @dataclass(frozen=True)
 class Shards:
-    """ranks: who holds the pieces; slices: pieces of every sum over all ranks, a multiple of the number of ranks."""
+    """ranks: who holds the pieces; slices: pieces of every sum over all ranks, a multiple of the number of ranks;
+    expert_parallel: whether routed experts are dealt out whole instead of cut, an equal run of them to each slice."""
 
     ranks: Ranks = field(default_factory=lambda: Ranks(ALONE))
     slices: int = 1
+    expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         if self.slices < 1 or self.slices % self.ranks.size:
@@ -51,6 +53,10 @@ class Shards:
                 f"are {works}"
             )
         return count // self.ranks.size
+
+    def experts(self, count: int) -> range:
+        """The routed experts, of `count` in all, that this rank holds all or a piece of."""
+        return dealt_experts(count, self.ranks.rank, self.ranks.size) if self.expert_parallel else range(count)
 
     def mine(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's piece of a tensor along `dim`, as a view."""
@@ -82,6 +88,12 @@ class Shards:
         own = torch.where(owner == self.ranks.rank, token_ids % table.shape[0], 0)
         found = self.ranks.gather(torch.nn.functional.embedding(own, table))
         return found[owner, torch.arange(token_ids.shape[0], device=token_ids.device)]
+
+
+def dealt_experts(count: int, rank: int, size: int) -> range:
+    """The experts of one of `size` ranks, when whole experts are dealt out in equal runs: which they are doesn't depend
+    on the number of slices, and a rank's slices are runs of its own run."""
+    return range(rank * count // size, (rank + 1) * count // size)
 
 
 WHOLE = Shards()

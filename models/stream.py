@@ -8,7 +8,6 @@ code, as in a target in memory, hence the same bits.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Generator, Sequence
 from pathlib import Path
 
@@ -22,10 +21,10 @@ from minieagle.models.layers import Linear, RMSNorm
 from minieagle.models.readahead import ReadAhead
 from minieagle.models.rope import RotaryTable
 from minieagle.models.shards import WHOLE
+from minieagle.models.target_names import by_layer
 from minieagle.models.target_weights import fill_block, give_back_memory, open_target
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class StreamedTarget:
@@ -101,12 +100,8 @@ class StreamedTarget:
     def _parts(self, checkpoint: Checkpoint) -> list[list[str]]:
         """The names of each layer's tensors and, unless they are there, the norm's and the head's. Raises
         CheckpointError for names that belong to neither."""
-        parts: list[list[str]] = [[] for _ in range(self.config.num_hidden_layers)]
-        others: set[str] = set()
-        for name in checkpoint.left:
-            layer = _LAYER.match(name)
-            parts[int(layer[1])].append(name) if layer else others.add(name)
-        _refuse(others - {EMBEDDING, NORM, HEAD}, self.directory)
+        parts, others = by_layer(checkpoint.left, self.config.num_hidden_layers)
+        _refuse(set(others) - {EMBEDDING, NORM, HEAD}, self.directory)
         ends = [name for name in (NORM, self._head_name) if name in checkpoint]
         return parts if self._ends else [*parts, ends]
 

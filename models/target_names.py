@@ -8,7 +8,7 @@ V3.2, Kimi-K2, K2.5, Kimi-VL and GLM-4.7-Flash.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from minieagle.models.config import TargetConfig
 from minieagle.models.fp8 import SCALE
@@ -38,6 +38,7 @@ _FOREIGN = (
 _READ = "weights may be plain, FP8 with weight_scale_inv, or INT4 with weight_packed and weight_scale"
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.([^.]+)")
+_EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(\d+)\.")
 _PREDICTION_MODULES = {"enorm", "hnorm", "eh_proj"}  # what a prediction layer has and no other (arXiv 2412.19437, 2.2)
 
 
@@ -63,6 +64,32 @@ def dropped(names: Iterable[str], config: TargetConfig) -> dict[str, list[str]]:
             found.setdefault(reason, []).append(name)
     _check_prediction(found.get(PREDICTION, []), config)
     return found
+
+
+def by_layer(names: Iterable[str], num_layers: int) -> tuple[list[list[str]], list[str]]:
+    """The names of each layer's tensors, and of those that belong to none; without the wrapper's prefix."""
+    layers: list[list[str]] = [[] for _ in range(num_layers)]
+    others: list[str] = []
+    for name in names:
+        layer = _LAYER.match(name)
+        (layers[int(layer[1])] if layer else others).append(name)
+    return layers, others
+
+
+def is_expert(name: str) -> bool:
+    """Whether a tensor is a routed expert's."""
+    return _EXPERT.match(name) is not None
+
+
+def of_other_experts(held: Collection[int], count: int) -> Callable[[str], bool]:
+    """Whether a tensor belongs to a routed expert that is none of those held, but one of `count` in all."""
+    others = set(range(count)).difference(held)
+
+    def foreign(name: str) -> bool:
+        expert = _EXPERT.match(name)
+        return expert is not None and int(expert[1]) in others
+
+    return foreign
 
 
 def check_formats(names: Collection[str], config: TargetConfig) -> None:

@@ -1,7 +1,9 @@
 """Loading a target: published DeepSeek-V3 names to modules.
 
-Files are released after each layer, so that loading peaks at the model's own size plus about one layer. What is left
-in the files, and why, is logged; what is neither loaded nor known is an error (see target_names.py).
+Files are released after each layer, so that loading peaks at the model's own size plus about one layer. Ranks walk the
+layers in the same order and copy their own pieces out of the mapped files, so that the system's file cache serves all
+ranks of a host. What is left in the files, and why, is logged; what is neither loaded nor known is an error (see
+target_names.py).
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import sys
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 
@@ -22,9 +25,19 @@ from minieagle.models.int4 import WORD, Int4Linear
 from minieagle.models.layers import Linear, SlicedLinear, summed_linear
 from minieagle.models.mla import FLOAT32_FOLD, LatentAttention
 from minieagle.models.moe import Expert, MixtureOfExperts
+from minieagle.models.rank_files import weight_directory
+from minieagle.models.readahead import Prefetch
 from minieagle.models.rope import RotaryTable
 from minieagle.models.shards import WHOLE, Shards
-from minieagle.models.target_names import INDEXER, VISION, WRAPPER, check_formats, dropped
+from minieagle.models.target_names import (
+    INDEXER,
+    VISION,
+    WRAPPER,
+    by_layer,
+    check_formats,
+    dropped,
+    of_other_experts,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -105,7 +118,7 @@ def _int4_linear(fill: Filler, names: list[str], height: int, width: int) -> Int
 
 def _summed_int4_linear(fill: Filler, name: str, height: int, width: int) -> nn.Module:
     """The packed weights [height, width] whose columns are cut: words and scales by the same logical columns."""
-    group = _group_size(fill, name, width)
+    group = _group_size(fill, name, fill.stored_shape((height, width), cut=1)[1])
     fill.shards.local(width, f"columns of {name}", unit=group)
     _check_plain_int4(fill.checkpoint, f"{name}.weight", [height, width])
     packed = fill.take({f"{name}.weight_packed": (height, width // WORD)}, dtype=torch.int32, cut=1)
@@ -132,10 +145,12 @@ def _fill_experts(fill: Filler, moe: MixtureOfExperts, config: TargetConfig, pre
     bias = f"{prefix}.gate.e_score_correction_bias"
     fill.put(moe.router, "e_score_correction_bias", fill.take({bias: (config.n_routed_experts,)}, dtype=torch.float32))
     width, inner = config.hidden_size, config.moe_intermediate_size
-    for e in range(config.n_routed_experts):
+    cutter = fill.uncut() if fill.shards.expert_parallel else fill
+    for e in fill.shards.experts(config.n_routed_experts):
         name = f"{prefix}.experts.{e}"
-        gate_up = _expert_linear(fill, [f"{name}.gate_proj", f"{name}.up_proj"], 2 * inner, width)
-        moe.experts.append(Expert(gate_up, _summed_expert_linear(fill, f"{name}.down_proj", width, inner)))
+        gate_up = _expert_linear(cutter, [f"{name}.gate_proj", f"{name}.up_proj"], 2 * inner, width)
+        moe.experts.append(Expert(gate_up, _summed_expert_linear(cutter, f"{name}.down_proj", width, inner)))
+    moe.pack()
     if moe.shared is not None:
         fill.swiglu(moe.shared, f"{prefix}.shared_experts")
 
@@ -189,15 +204,17 @@ def open_target(
     """The config of a model directory and a filler over the tensors that the model uses, without a wrapper's prefix; no
     tensor is read yet. Raises ConfigError or CheckpointError naming what is wrong."""
     config = target_config(read_json(directory / "config.json"))
-    checkpoint = Checkpoint(directory)
+    weights, are_cut = weight_directory(directory, shards)
+    checkpoint = Checkpoint(weights)
     _leave_out(checkpoint, config)
     checkpoint.strip(WRAPPER)
     check_formats(checkpoint.left, config)
+    checkpoint.drop(of_other_experts(shards.experts(config.n_routed_experts), config.n_routed_experts))
     last = f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
     if last not in checkpoint:  # told before as many modules are built as config.json asks for
         raise CheckpointError(f"{directory} has no tensor {last}: the model needs it")
     wanted, place = dtype or getattr(torch, config.dtype), device or torch.device("cpu")
-    return config, Filler(checkpoint, wanted, place, config.group_size, config.fp8_block, shards)
+    return config, Filler(checkpoint, wanted, place, config.group_size, config.fp8_block, shards, are_cut)
 
 
 def load_target(
@@ -213,28 +230,41 @@ def load_target(
     None takes the config's limit; shards says which pieces this rank holds. Raises ConfigError, CheckpointError or
     ShardError naming what is wrong."""
     config, fill = open_target(directory, dtype, device, shards)
-    checkpoint = fill.checkpoint
-    report = progress or (lambda done, total: None)
     with torch.device("meta"):
         target = Target(config, shards)
-    fill.put(
-        target, "embed_tokens", fill.take({"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}, cut=0)
-    )
-    for index, block in enumerate(target.layers):
-        assert isinstance(block, Block)
-        fill_block(fill, block, config, f"model.layers.{index}")
-        checkpoint.release()
-        give_back_memory()
-        report(checkpoint.taken_bytes, checkpoint.total_bytes)
+    _fill_target(fill, target, progress)
+    check_filled(target, directory)
+    fill.checkpoint.finish()
+    positions = max_positions or config.max_position_embeddings
+    target.rotary = RotaryTable(config.qk_rope_head_dim, config.rope_theta, positions, config.yarn).to(fill.device)
+    fill.checkpoint.report(progress)
+    return target.eval()
+
+
+def _fill_target(fill: Filler, target: Target, progress: Progress | None) -> None:
+    """All of it, layer by layer. The embedding, which is first, is read while the threads of `ahead` bring layers."""
+    config, checkpoint = target.config, fill.checkpoint
+    with closing(_prefetch(fill, config.num_hidden_layers)) as ahead:
+        table = fill.take({"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}, cut=0)
+        fill.put(target, "embed_tokens", table)
+        for index, block in enumerate(target.layers):
+            assert isinstance(block, Block)
+            fill_block(fill, block, config, f"model.layers.{index}")
+            checkpoint.release()
+            give_back_memory()
+            checkpoint.report(progress)
+            ahead.advance()
     fill.fill(target.norm, "model.norm.weight")
     if config.tie_word_embeddings:
         fill.put(target.lm_head, "weight", target.embed_tokens.detach().clone())
         target.lm_head.pack()
     else:
         fill.fill(target.lm_head, "lm_head.weight", cut=True)
-    check_filled(target, directory)
-    checkpoint.finish()
-    positions = max_positions or config.max_position_embeddings
-    target.rotary = RotaryTable(config.qk_rope_head_dim, config.rope_theta, positions, config.yarn).to(fill.device)
-    report(checkpoint.total_bytes, checkpoint.total_bytes)
-    return target.eval()
+
+
+def _prefetch(fill: Filler, num_layers: int) -> Prefetch:
+    """Layer after layer, then what belongs to none: this rank's share of files that all ranks read, all of its own."""
+    layers, others = by_layer(fill.checkpoint.left, num_layers)
+    ranks, stored = fill.shards.ranks, fill.checkpoint.stored
+    share = (0, 1) if fill.are_cut else (ranks.rank, ranks.size)
+    return Prefetch([[stored[name] for name in part] for part in (*layers, others)], share)

@@ -246,13 +246,13 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     plain = save_target(tmp_path / "plain")
-    monkeypatch.setattr("minieagle.quantize.save_file", interrupted)
+    monkeypatch.setattr("minieagle.directory.save_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         quantize_directory(plain, tmp_path / "int4")
     assert [path.name for path in tmp_path.iterdir()] == ["plain"]
 
 
-@pytest.mark.parametrize("last", ["minieagle.quantize.shutil.copyfile", "minieagle.quantize.os.replace"])
+@pytest.mark.parametrize("last", ["minieagle.directory.shutil.copyfile", "minieagle.directory.os.replace"])
 def test_a_killed_run_leaves_no_target(last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed process cleans nothing up: what lies there then is under another name."""
 
@@ -262,7 +262,7 @@ def test_a_killed_run_leaves_no_target(last: str, tmp_path: Path, monkeypatch: p
     plain = save_target(tmp_path / "plain")
     (plain / "tokenizer.json").write_text("{}")
     monkeypatch.setattr(last, killed)
-    monkeypatch.setattr("minieagle.quantize.shutil.rmtree", lambda *arguments, **options: None)
+    monkeypatch.setattr("minieagle.directory.shutil.rmtree", lambda *arguments, **options: None)
     with pytest.raises(SystemExit):
         quantize_directory(plain, tmp_path / "int4")
     (left,) = {path.name for path in tmp_path.iterdir()} - {"plain"}
@@ -275,6 +275,6 @@ def test_a_disk_that_is_full_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         raise SafetensorError("No space left on device")
 
     plain = save_target(tmp_path / "plain")
-    monkeypatch.setattr("minieagle.quantize.save_file", full)
+    monkeypatch.setattr("minieagle.directory.save_file", full)
     with pytest.raises(ModelError, match="model.safetensors can't be written: No space left"):
         quantize_directory(plain, tmp_path / "int4")
