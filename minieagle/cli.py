@@ -21,7 +21,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from minieagle import conversion, diagnosis, evaluate, serve, survey, tracing
+from minieagle import conversion, diagnosis, evaluate, serve, sharding, survey, tracing
 from minieagle.compare import Comparison, compare
 from minieagle.dist.group import GroupError, from_environment
 from minieagle.dist.job import job
@@ -95,6 +95,7 @@ _MODULES: tuple[tuple[str, Command, str], ...] = (
     ("doctor", diagnosis, "measure how a drafter is wired, and name what is wrong"),
     ("eval", evaluate, "a drafter's score over texts, from one pass of the target"),
     ("convert-drafter", conversion, "write a drafter for another engine, or read one from it"),
+    ("shard", sharding, "cut a target's weights into files for each rank"),
     ("trace", tracing, "compare two traces"),
 )
 

@@ -86,6 +86,7 @@ def load_engine(
     boundaries: Sequence[int] | None = None,
     ranks: Ranks | None = None,
     reduction_slices: int | None = None,
+    expert_parallel: bool = False,
     trace: str | Path | None = None,
     trace_steps: str | None = None,
     trace_layers: bool = False,
@@ -100,11 +101,12 @@ def load_engine(
     "chain:5", "dynamic:4,4,16" (num_steps, topk, num_draft_tokens), "static:0,1,0.0" or a Shape; or the three numbers
     by name, all or none. ranks: the ranks over which the model is cut (dist/job.py), on rank 0 only: the others call
     `obey` with the same arguments. reduction_slices: pieces of every sum over ranks, None for as many as ranks; a fixed
-    number such as 8 makes 1, 2, 4 and 8 ranks agree bit for bit (models/shards.py). trace: a file for the stages of
-    trace_steps ("0-3,10"; the first 16 by default), with trace_layers every boundary. exact, cuda_graph: what a GPU may
-    do beyond the default (models/acceleration.py). options: the other fields of
-    EngineConfig, None for the default. Raises ModelError, ConfigError, CheckpointError, BoundaryError or ShardError for
-    directories that can't be used, ShapeError for trees, TraceError for traces.
+    number such as 8 makes 1, 2, 4 and 8 ranks agree bit for bit (models/shards.py). expert_parallel: a rank holds whole
+    routed experts, not a piece of each. trace: a file for the stages of trace_steps ("0-3,10"; the first 16 by
+    default), with trace_layers every boundary. exact, cuda_graph: what a GPU may do beyond the default
+    (models/acceleration.py). options: the other fields of EngineConfig, None for the default. Raises ModelError,
+    ConfigError, CheckpointError, BoundaryError or ShardError for directories that can't be used, ShapeError for trees,
+    TraceError for traces.
     """
     shape = _shape(tree, num_steps, topk, num_draft_tokens)
     if shape is not None and shape.num_steps > MAX_STEPS:
@@ -126,7 +128,7 @@ def load_engine(
         progress=progress,
         convention=capture_convention,
         boundaries=boundaries,
-        shards=_shards(ranks, reduction_slices),
+        shards=_shards(ranks, reduction_slices, expert_parallel),
         context=config.max_context_tokens,
     )
     if ranks is not None and ranks.size > 1:
@@ -156,6 +158,7 @@ def obey(
     capture_convention: Convention | None = None,
     boundaries: Sequence[int] | None = None,
     reduction_slices: int | None = None,
+    expert_parallel: bool = False,
     exact: bool = True,
     cuda_graph: bool = False,
     **_: object,
@@ -163,7 +166,7 @@ def obey(
     """The life of a rank that doesn't lead: load its pieces, do what rank 0 does, return when rank 0 stops. Arguments
     as load_engine's; those that only concern decisions are rank 0's."""
     directory, drafter = _directories(model, drafter, spec)
-    shards = _shards(ranks, reduction_slices)
+    shards = _shards(ranks, reduction_slices, expert_parallel)
     target, loaded = _load(
         directory,
         drafter,
@@ -188,10 +191,10 @@ def _directories(model: str | Path | None, drafter: str | Path | None, spec: boo
     return directory, None if drafter is None else Path(drafter)
 
 
-def _shards(ranks: Ranks | None, reduction_slices: int | None) -> Shards:
+def _shards(ranks: Ranks | None, reduction_slices: int | None, expert_parallel: bool) -> Shards:
     if ranks is None:
         ranks = Ranks(alone())
-    return Shards(ranks, ranks.size if reduction_slices is None else reduction_slices)
+    return Shards(ranks, ranks.size if reduction_slices is None else reduction_slices, expert_parallel)
 
 
 def _load(
@@ -264,7 +267,7 @@ def set_threads(threads: int | None, model: str | Path | None) -> None:
     if threads is not None and not 1 <= threads <= most:
         raise ModelError(f"threads={threads} must be in 1..{most}, four times this machine's cores")
     directory = embedded("target") if model is None else Path(model)
-    size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    size = sum(path.stat().st_size for path in directory.rglob("*.safetensors"))  # a rank's may lie in a folder
     torch.set_num_threads(threads or (1 if size < SMALL_MODEL_BYTES else torch.get_num_threads()))
 
 

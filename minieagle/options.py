@@ -70,6 +70,12 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
         "tokens bit for bit",
     )
     add(
+        "--expert-parallel",
+        "--enable-expert-parallel",
+        action="store_true",
+        help="each rank holds whole routed experts instead of a piece of each",
+    )
+    add(
         "--hang-timeout",
         type=float,
         metavar="S",
@@ -90,6 +96,7 @@ _PASSED = (
     "max_seqs",
     "max_context_tokens",
     "reduction_slices",
+    "expert_parallel",
     "exact",
     "cuda_graph",
     "trace",
