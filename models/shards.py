@@ -7,6 +7,10 @@ the number of ranks that is the cheapest; with a fixed number, such as 8, one ra
 eight do, and the result is the same bit for bit on 1, 2, 4 and 8 ranks. It costs a rank slices / ranks times as many,
 narrower products.
 
+With expert_parallel a slice of a routed sum is an equal run of experts instead of a piece of every expert, added in the
+row's own order of choice, and with it goes that slice's piece of the shared expert. Again 1, 2, 4 and 8 ranks give the
+same bits with one number of slices, but not those of cut experts, which add the same products in other groups.
+
 D hidden width, T rows.
 """
 

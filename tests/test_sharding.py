@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -46,6 +47,7 @@ from minieagle.models.target_weights import load_target
 from minieagle.quantize import quantize_directory
 from minieagle.sharding import shard_directory
 from tests.oracles import save_target
+from tests.rank_worker import Groups, run_rows
 from tests.strategies import SEEDS, Run, splits, tokens
 from tests.test_published_targets import K25_TEXT, PUBLISHED, Published, in_int4, written
 
@@ -372,6 +374,19 @@ def test_the_embedded_model_with_dealt_experts() -> None:
     dealt = [logits(embedded("target"), members(n, 8, expert_parallel=True), ids, [20, 1, 3]) for n in (1, 2, 8)]
     assert torch.equal(dealt[0], dealt[1]) and torch.equal(dealt[0], dealt[2])
     assert (dealt[0] - whole).abs().mean() < 0.02 * whole.std(), "bf16 rounding of other partial sums, no more"
+
+
+def test_dealt_experts_over_connected_ranks(tmp_path: Path) -> None:
+    """Processes this time, from the source and from files cut before."""
+    ids = tokens(13, 5, 96)
+    alone = run_rows(load_target(small("int4"), shards=Shards(slices=4, expert_parallel=True)), ids.tolist())
+    shard_directory(small("int4"), tmp_path / "cut", 2, expert_parallel=True)
+    with closing(Groups()) as groups:
+        for model, size in ((small("int4"), 4), (tmp_path / "cut", 2)):
+            case = {"task": "forward", "size": size, "slices": 4, "expert_parallel": True, "tokens": ids.tolist()}
+            groups.ask(**case, model=str(model), out=str(tmp_path / "out"))
+            assert torch.equal(load_file(tmp_path / "out.0.safetensors")["logits"], alone.logits)
+            assert torch.equal(load_file(tmp_path / "out.1.safetensors")["captured"], alone.captured)
 
 
 def test_one_rank_with_one_slice_is_the_plain_model() -> None:
