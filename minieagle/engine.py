@@ -288,7 +288,7 @@ class Engine:
         for item in taken:
             slots, start = item.sequence.slots, item.sequence.committed
             if item.path != tuple(range(len(item.path))):
-                source.append(slots[start:][list(item.path)])
+                source.append(slots[start:].index_select(0, staged(item.path, slots.device)))
                 target.append(slots[start : start + len(item.path)])
             item.sequence.committed += len(item.path)
         if source:
@@ -470,7 +470,7 @@ def _commit(item: Taken, captured: Tensor) -> Commit:
     if item.path == tuple(range(count)):
         states = captured[item.first_row : item.first_row + count]
     else:
-        states = captured[[item.first_row + row for row in item.path]]
+        states = captured.index_select(0, staged([item.first_row + row for row in item.path], captured.device))
     return Commit(sequence.slots, start, tuple(sequence.tokens[start + 1 : start + count + 1]), states)
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minieagle.models.staging import moved
 from minieagle.spec.noise import gumbel
 
 MAX_LOGPROBS = 20
@@ -136,8 +137,9 @@ class SamplingBatch:
     def of(rows: Sequence[tuple[SamplingParams, int]], device: torch.device | str = "cpu") -> SamplingBatch:
         """One (parameters, seed) per row. The seed is the request's, drawn by the engine if params.seed is None."""
         params = [p for p, _ in rows]
-        reals = torch.tensor([(p.temperature, p.top_p, p.min_p) for p in params], device=device).reshape(-1, 3)
-        whole = torch.tensor([(p.top_k, seed) for p, seed in rows], dtype=torch.long, device=device).reshape(-1, 2)
+        reals = moved(torch.tensor([(p.temperature, p.top_p, p.min_p) for p in params]), torch.device(device))
+        whole = moved(torch.tensor([(p.top_k, seed) for p, seed in rows], dtype=torch.long), torch.device(device))
+        reals, whole = reals.reshape(-1, 3), whole.reshape(-1, 2)
         sampled = [p for p in params if not p.is_greedy]
         any_cut = any(p.top_k > 0 or p.top_p < 1 for p in sampled)
         return SamplingBatch(*reals.unbind(1), *whole.unbind(1), any_sampled=bool(sampled), any_cut=any_cut)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -63,6 +64,10 @@ Record = Callable[[Callable[[], Output]], tuple[Callable[[], None], Output]]
 """Runs and records a forward; returns what replays it, and the tensors that every replay fills."""
 
 
+_pool = cache(torch.cuda.graph_pool_handle)
+"""Memory that all graphs share: one runs at a time, and its outputs are read before the next one does."""
+
+
 def record_cuda(run: Callable[[], Output]) -> tuple[Callable[[], None], Output]:
     """A CUDA graph of `run`. Runs it first beside the graph, so that kernels are compiled and libraries have their
     workspaces."""
@@ -72,7 +77,7 @@ def record_cuda(run: Callable[[], Output]) -> tuple[Callable[[], None], Output]:
         run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=_pool()):
         output = run()
     return graph.replay, output
 

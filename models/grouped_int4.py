@@ -56,7 +56,8 @@ class Tiles:
         return Tiles(owner, pairs.view(num_tiles, ROWS))
 
 
-@triton.jit
+# Triton compiles another kernel where a count is 1 or a multiple of 16: not by the number of rows.
+@triton.jit(do_not_specialize=["num_pairs"])
 def _grouped(
     x,
     weight,
@@ -136,5 +137,6 @@ def grouped_product(
         INNER=INNER if scale is None else inner // scale.shape[2],
         PACKED=scale is not None,
         DOT=dot_dtype(x),
+        enable_fp_fusion=True,
     )
     return out.to(x.dtype)

@@ -76,7 +76,8 @@ def _block(
     return risen, norm * fall + tl.sum(weights, 1), total
 
 
-@triton.jit
+# Triton compiles another kernel where a count is 1 or a multiple of 16: not by the number of rows or keys.
+@triton.jit(do_not_specialize=["num_shared", "num_tail", "rows_a_span"])
 def _attend(
     q,
     cache,
@@ -167,6 +168,7 @@ def attend_rows(q: Tensor, cache: Tensor, group: Group, *, key_width: int, value
         CHUNK=CHUNK,
         HEADS=HEADS,
         KEY_BLOCK=key_block,
+        enable_fp_fusion=True,
     )
     return out
 

@@ -3,6 +3,12 @@
 `torch.tensor(numbers, device=...)` copies from pageable memory and waits until the device has caught up; from pinned
 memory the copy is queued like a kernel. torch's allocator of pinned memory reuses a block only after the copies out of
 it are done, so nothing has to be kept here.
+
+Where the host waits for the device all the same, and why: for the emitted tokens and whether logits are finite, once a
+step (the host accepts, stops and answers); for the drafted tree, once a step (trees live on the host); for logprobs,
+where they are asked for; on rank 0 of several, for the token ids of every forward, which it announces as integers
+(models/lockstep.py); for the router, once a layer, where experts are not grouped (models/grouped_experts.py); for the
+slots of a new sequence.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from minieagle.models.staging import staged
+
 Path = tuple[int, ...]
 
 
@@ -128,7 +130,7 @@ class StaticTree:
 
     def _indices(self, pool: Pool, paths: Sequence[Path]) -> Tensor:
         assert pool.topk == self.topk, f"a pool of {pool.topk} children per node, not {self.topk}"
-        row = torch.tensor([self._pool_index[path] for path in paths], device=pool.tokens.device)
+        row = staged([self._pool_index[path] for path in paths], pool.tokens.device)
         return row.sort().values.expand(pool.tokens.shape[0], -1)
 
 
