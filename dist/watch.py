@@ -39,6 +39,7 @@ START_TIMEOUT_S = 120
 
 HERE, LEFT, ENDED = "here", "left", "ended"
 
+_DEAD = "rank {} is dead: its process was killed or crashed"
 _STORE_TIMEOUT = timedelta(seconds=30)
 _LAST_WORDS_S = 1.0
 
@@ -135,16 +136,17 @@ def _place() -> str:
     return socket.gethostname()
 
 
-def _processor_ticks(process_id: int) -> int | None:
-    """Processor time of a process of this host, 0 where the system doesn't tell; None when it has ended."""
+def _process(process_id: int) -> tuple[str, int] | None:
+    """State (a letter, "T" when stopped) and processor time of a process of this host, None when it has ended; both
+    empty where the system doesn't tell."""
     try:
         with open(f"/proc/{process_id}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
     except FileNotFoundError:
-        return None if os.path.exists("/proc/self/stat") else 0
+        return None if os.path.exists("/proc/self/stat") else ("", 0)
     except OSError:
         return None  # it ended while it was read
-    return None if fields[0] in "ZX" else int(fields[11]) + int(fields[12])
+    return None if fields[0] in "ZX" else (fields[0], int(fields[11]) + int(fields[12]))
 
 
 class Peer:
@@ -155,14 +157,14 @@ class Peer:
         self.process_id = int(number) if place == _place() else None
         self._still = Still()
 
-    @property
-    def ticks(self) -> int | None:
-        """Its processor time: a sign of life. 0 for one of another host, None for one that has ended."""
-        return 0 if self.process_id is None else _processor_ticks(self.process_id)
+    def look(self) -> tuple[str, int] | None:
+        """Its state and processor time, which grows as long as it lives; None when it has ended. Both empty for a rank
+        of another host."""
+        return ("", 0) if self.process_id is None else _process(self.process_id)
 
     def silent_s(self, beat: bytes, now_s: float) -> float:
         """Seconds without a new beat or processor time."""
-        return self._still.seconds((beat, self.ticks), now_s)
+        return self._still.seconds((beat, self.look()), now_s)
 
     def kill(self) -> None:
         """A stopped process obeys no other signal, and the launcher would wait 30 s before it sends this one."""
@@ -181,7 +183,8 @@ class Watch(threading.Thread):
         super().__init__(name="minieagle-watch", daemon=True)
         self._store, self._rank, self._activity, self._timeout_s = store, rank, activity, hang_timeout_s
         self._clock, self._still, self._parent = Clock(), Still(), os.getppid()
-        self._stopped, self._wake, self._publishing = False, threading.Event(), threading.Lock()
+        self._stopped, self._wake, self._over = False, threading.Event(), threading.Event()
+        self._publishing = threading.Lock()
         self._state, self._count = HERE, 0
         store.set_timeout(timedelta(seconds=START_TIMEOUT_S))
         store.set(f"process/{rank}", f"{os.getpid()} {_place()}")
@@ -213,12 +216,16 @@ class Watch(threading.Thread):
         """Look no more."""
         self._stopped = True
         self._wake.set()
-        self.join(BEAT_S)
+        self._over.set()
+        self.join(2 * BEAT_S)
 
     def fail(self, words: str) -> None:
-        """Tell the other ranks why this one ends."""
+        """Tell the other ranks why this one ends. The store may lie in rank 0's process, which gives them the time to
+        read it."""
         with contextlib.suppress(RuntimeError):  # the store is gone too; the exit status has to do
             self._publish(f"{ENDED} {words[:1000]}")
+        if self._rank == 0:
+            time.sleep(1.5 * BEAT_S)
 
     def find_culprit(self) -> None:
         """For a thread that has lost the connection to another rank: wait for the watch to end this process with the
@@ -228,16 +235,40 @@ class Watch(threading.Thread):
         time.sleep(self._timeout_s + BEAT_S)
 
     def run(self) -> None:
+        """See that looking goes on: a call to a store whose process is stopped never returns."""
+        looker = threading.Thread(target=self._keep_looking, name="minieagle-look", daemon=True)
+        looker.start()
+        clock, still = Clock(), Still()
+        while not self._over.wait(BEAT_S):
+            if still.seconds(self._count, clock.look()) > self._timeout_s:
+                self._end(self._seen_here() or "the rendezvous store doesn't answer: the launcher or its host is lost")
+        looker.join(BEAT_S)
+
+    def _keep_looking(self) -> None:
         while not self._stopped:
             try:
                 fault = self._look()
             except Exception as error:  # whatever the store raises, it is gone, and with it whoever started the job
-                fault = f"the rendezvous store is gone ({type(error).__name__}): the launcher or rank 0 has died"
+                fault = self._seen_here() or f"the rendezvous store is gone ({type(error).__name__})"
             if fault is not None and not self._stopped:
                 self.fail(fault)
-                end(f"minieagle rank {self._rank}: {fault}; the job ends")
+                self._end(fault)
             self._wake.wait(BEAT_S)
             self._wake.clear()
+
+    def _end(self, fault: str) -> None:
+        end(f"minieagle rank {self._rank}: {fault}; the job ends")
+
+    def _seen_here(self) -> str | None:
+        """What is wrong with another rank of this host, seen without the store."""
+        for other, peer in self._peers.items():
+            seen = peer.look()
+            if seen is None:
+                return _DEAD.format(other)
+            if seen[0] == "T":
+                peer.kill()
+                return f"rank {other} is stopped"
+        return None
 
     def _look(self) -> str | None:
         """Beat once and look at everybody; returns what is wrong."""
@@ -267,14 +298,14 @@ class Watch(threading.Thread):
 
     def _fault(self, other: int, now_s: float) -> str | None:
         peer = self._peers[other]
-        gone = peer.ticks is None  # asked before its beat is read: words published just before the end count
+        is_dead = peer.look() is None  # asked before its beat is read: words published just before the end count
         beat, state, words = self._read(other)
         if state == LEFT:
             return None
         if state == ENDED:
             return words
-        if gone:
-            return f"rank {other} is dead: its process was killed or crashed"
+        if is_dead:
+            return _DEAD.format(other)
         silent_s = peer.silent_s(beat, now_s)
         if silent_s > self._timeout_s:
             peer.kill()

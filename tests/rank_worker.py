@@ -4,7 +4,8 @@ The one idea: importing torch costs a second of processor time, so it is importe
 every rank of every group before torch has made a thread. A line on standard input goes to all ranks of one group; each
 answers with an object, and a line with the list of them comes out on standard output.
 
-`python tests/rank_worker.py` is that process; `Groups` is the tests' side of it. `job` starts a group for one fault.
+`python -m tests.rank_worker` is that process; `Groups` is the tests' side of it. A line that asks for a fault starts a
+group of its own. `python -m tests.rank_worker suffer ...` is a rank that torchrun starts.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class NoText:
 
 def forward(ranks: Ranks, case: Json) -> Json:
     """All rows at once through the target: every boundary and, on rank 0, the logits, written to `out`."""
-    target = load_target(Path(case["model"]), shards=Shards(ranks, case["slices"]))
+    target = load_target(Path(case["model"]), shards=Shards(ranks, case["slices"], case.get("expert_parallel", False)))
     with mutated(case.get("mutant"), ranks, target):
         out = run_rows(target, case["tokens"])
     files = {"captured": out.captured} | ({"logits": out.logits} if ranks.leads else {})
@@ -219,11 +220,22 @@ def mutated(name: str | None, ranks: Ranks, target: Target) -> AbstractContextMa
     return MUTANTS[name](ranks, target)
 
 
-TASKS: dict[str, Callable[[Ranks, Json], Json]] = {"forward": forward, "generate": generate}
+def announce(ranks: Ranks, case: Json) -> Json:
+    """A list of that length from rank 0."""
+    if not ranks.leads:
+        return {"heard": ranks.listen()}
+    ranks.announce([(7 * index) % 1000 - 500 for index in range(case["length"])])
+    return {}
+
+
+TASKS: dict[str, Callable[[Ranks, Json], Json]] = {"forward": forward, "generate": generate, "announce": announce}
 
 
 # ---- faults of the machine: one group for each
 
+
+IDLE_S = 1.0
+"""Seconds after loading at which a follower is taken to be idle."""
 
 FAULTS: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -253,7 +265,9 @@ def suffer(case: Json) -> None:
             act(ranks, target, reached, idle_s=case.get("idle_s", 0.0))
         else:
             if mine and case["stage"] == "idle":
-                threading.Timer(1.0, reached, ["idle"]).start()
+                timer = threading.Timer(IDLE_S, reached, ["idle"])
+                timer.daemon = True
+                timer.start()
             follow(ranks, target, None)
     print("parted", flush=True)
 
@@ -437,5 +451,15 @@ class Groups:
         self._process.stdout.close()
 
 
+def suffer_under_a_launcher(arguments: list[str]) -> None:
+    """suffer FAULT RANK STAGE IDLE_S, as torchrun starts it."""
+    fault, rank, stage, idle_s = arguments
+    torch.set_num_threads(1)
+    suffer({"fault": fault, "rank": int(rank), "stage": stage, "idle_s": float(idle_s)})
+
+
 if __name__ == "__main__":
-    serve_forks()
+    if sys.argv[1:2] == ["suffer"]:
+        suffer_under_a_launcher(sys.argv[2:])
+    else:
+        serve_forks()

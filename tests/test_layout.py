@@ -22,9 +22,13 @@ LINKED = ORDER[:3]
 SOURCES = sorted(path for folder in ORDER for path in (ROOT / folder).glob("*.py"))
 USERS = sorted(path for folder in ("tests", "bench") for path in (ROOT / folder).glob("*.py"))
 
-# Modules that run code from the bytes they read; torch.load and the *_object* collectives do so too.
-UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
-OBJECT_COLLECTIVE = re.compile(r"(all_gather|broadcast|gather|recv|scatter|send)_object(_list)?$")
+# Modules that run code from the bytes they read, or whose queues and calls do; torch.load, numpy's and the *_object*
+# collectives do so too.
+UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "multiprocessing", "shelve"}
+UNPICKLING = re.compile(
+    r"(^|\.)(all_gather|broadcast|gather|recv|scatter|send)_object(_list)?$"
+    r"|^torch\.(load|multiprocessing|distributed\.rpc)($|\.)|^(np|numpy)\.load$|(^|\.)ProcessPoolExecutor$"
+)
 MACHINE_PATH = re.compile(r"(?<![\w.~/:-])/(home|mnt|opt|root|tmp|Users|work)/\w")
 REGISTRY_HOST = re.compile(r"\b(debian|npmjs|pypi|pythonhosted)\.(com|io|net|org)\b|--(extra-)?index-url")
 
@@ -88,11 +92,7 @@ def distributed_mentions(text: str) -> set[str]:
 
 
 def unpickling(text: str) -> set[str]:
-    return {
-        name
-        for name in mentions(text)
-        if name.partition(".")[0] in UNPICKLERS or name == "torch.load" or OBJECT_COLLECTIVE.search(name)
-    }
+    return {name for name in mentions(text) if name.partition(".")[0] in UNPICKLERS or UNPICKLING.search(name)}
 
 
 def uncommented_inner_imports(text: str) -> Iterator[str]:
@@ -199,6 +199,13 @@ def test_nothing_in_the_package_unpickles(path: Path):
         "from torch import load",
         "group.broadcast_object_list(objects)",
         "all_gather_object(out, value)",
+        "dist.scatter_object_list(out, values)",
+        "from multiprocessing import Queue",
+        "from multiprocessing.connection import Listener",
+        "import torch.multiprocessing as mp",
+        "from torch.distributed import rpc",
+        "from concurrent.futures import ProcessPoolExecutor",
+        "np.load(path)",
     ],
 )
 def test_unpickling_is_found_however_it_is_spelled(text: str):

@@ -65,11 +65,12 @@ def new_folder() -> Path:
 
 
 def saved(config: dict[str, Any], kind: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """A random model of that kind whose sizes eight ranks can share; in float32 no product gets 8 columns or fewer of
-    its own, which torch multiplies by other code."""
+    """A random model of that kind whose sizes eight ranks can share, and no rank gets fewer than 12 columns of a
+    product, which float32 products on a CPU round otherwise."""
     wide = {"float32": 64, "int4 of 8": 64, "int4 of 32": 256}.get(kind, config["moe_intermediate_size"])
     hidden = {"int4 of 32": 64}.get(kind, config["hidden_size"])
     sizes = config | CUT | {"moe_intermediate_size": wide, "hidden_size": hidden}
+    sizes["qk_nope_head_dim"] = max(16, config.get("qk_nope_head_dim", 16))
     if kind.startswith("int4"):
         sizes["first_k_dense_replace"] = 0
     plain = save_target(new_folder(), seed, dtype=getattr(torch, kind, dtype), **sizes)
