@@ -217,7 +217,9 @@ def _attend_on_gpu(q: Tensor, cache: Tensor, group: Group, key_width: int, value
     # Triton comes with CUDA builds of torch only
     from minieagle.models.row_attention import attend_rows
 
-    return attend_rows(q, cache, group, key_width=key_width, value_start=value_start, key_block=KEY_BLOCK)
+    shared, tail = ((keys.slots, keys.mask) if keys is not None else None for keys in (group.shared, group.tail))
+    widths = {"key_width": key_width, "value_start": value_start, "key_block": KEY_BLOCK}
+    return attend_rows(q, cache, shared, tail, rows_a_span=group.num_rows, **widths)
 
 
 def _normalised(total: Tensor) -> Tensor:

@@ -12,19 +12,14 @@ bfloat16. Imported only where tensors lie on a GPU (see models/tiled_linear.py).
 Shapes as in models/attention.py.
 """
 
-# Triton's language is not typed: kernels are read by its compiler.
-# pyright: reportUnknownMemberType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
+# Kernels are read by Triton's compiler; as plain Python their types make no sense.
+# pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from minieagle.models.attention import Group
 
 HEADS = 16
 CHUNK = 64
@@ -135,27 +130,39 @@ def _attend(
     tl.store(end, total / norm[:, None], mask=is_head[:, None] & (place < VALUE_WIDTH)[None, :])
 
 
-def attend_rows(q: Tensor, cache: Tensor, group: Group, *, key_width: int, value_start: int, key_block: int) -> Tensor:
-    """Attention of one group: q [B * n, H, key_width] float32 and one layer's cache [num_slots, K, width] -> [B * n, H,
-    width - value_start] float32."""
+Table = tuple[Tensor, Tensor]
+"""Slots and mask of keys, as models/attention.py's `Keys`."""
+
+
+def attend_rows(
+    q: Tensor,
+    cache: Tensor,
+    shared: Table | None,
+    tail: Table | None,
+    *,
+    rows_a_span: int,
+    key_width: int,
+    value_start: int,
+    key_block: int,
+) -> Tensor:
+    """Attention of spans of equal shape: q [B * n, H, key_width] float32 and one layer's cache [num_slots, K, width] ->
+    [B * n, H, width - value_start] float32. shared: slots [B, S], mask [B, n, S]; tail: both [B, n, W]."""
     num_rows, num_heads, _ = q.shape
     _, num_keys, width = cache.shape
     value_width = width - value_start
     assert q.stride(2) == 1 and cache.stride(2) == 1, "rows are read as they lie"
     out = q.new_empty(num_rows, num_heads, value_width)
-    none = out, out, 0  # never read
-    shared = none if group.shared is None else _table(group.shared.slots, group.shared.mask)
-    tail = none if group.tail is None else _table(group.tail.slots, group.tail.mask)
+    tables = [(out, out, 0) if table is None else _read(*table) for table in (shared, tail)]
     each = num_heads // num_keys
     _attend[num_rows, triton.cdiv(each, HEADS), num_keys](
         q,
         cache,
         out,
-        *shared[:2],
-        *tail[:2],
-        shared[2],
-        tail[2],
-        group.num_rows,
+        *tables[0][:2],
+        *tables[1][:2],
+        tables[0][2],
+        tables[1][2],
+        rows_a_span,
         each,
         q.stride(0),
         q.stride(1),
@@ -173,5 +180,5 @@ def attend_rows(q: Tensor, cache: Tensor, group: Group, *, key_width: int, value
     return out
 
 
-def _table(slots: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, int]:
+def _read(slots: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, int]:
     return slots.contiguous(), mask.contiguous(), slots.shape[-1]

@@ -1,8 +1,10 @@
 """A start-up check, in milliseconds, of what losslessness rests on: that a row's logits do not depend on the rows that
 share its forward, nor on whether its keys came from the cache or from the same forward.
 
-Measured to hold on AVX-512 CPUs; other processors and libraries may round otherwise. When it fails, speculation is
-still right up to near-ties, but no longer bit for bit.
+Measured to hold on AVX-512 CPUs; other processors and libraries may round otherwise. On a GPU it should hold by the
+construction of our kernels (fixed tiles, sums in one order) and does not hold with library kernels (exact=False); it is
+checked there too, with recorded steps where those are asked for. When it fails, speculation is still right up to
+near-ties, but no longer bit for bit.
 """
 
 from __future__ import annotations

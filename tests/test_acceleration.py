@@ -1,5 +1,7 @@
 """What is asked of a GPU is refused without one, and reaches both models where it is there."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ def test_a_cpu_is_not_asked_for_a_gpus_features(asked: dict[str, bool]) -> None:
 
 
 @pytest.mark.parametrize("asked", [{"exact": False}, {"cuda_graph": True}])
-def test_an_engine_is_not_loaded_with_them_either(asked: dict[str, bool]) -> None:
+def test_an_engine_is_not_loaded_with_them_either(asked: dict[str, Any]) -> None:
     with pytest.raises(AccelerationError):
         llm.load_engine(device="cpu", **asked)
 
