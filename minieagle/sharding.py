@@ -12,6 +12,7 @@ import argparse
 import json
 import secrets
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -107,14 +108,19 @@ def _cut(checkpoint: Checkpoint, config: TargetConfig, made: Made, target: Path,
     """One file a layer and rank, the last one for what belongs to no layer. A layer is read once for all ranks."""
     layers, others = by_layer(checkpoint.left, config.num_hidden_layers)
     for index, names in enumerate((*layers, others)):
-        tensors = {name: checkpoint.take(name) for name in sorted(names)}
-        for rank in range(made.num_ranks):
-            held = names_of(made, rank, tensors, config)
-            pieces = {n: piece_of(made, rank, n, tensors[n], checkpoint.stored, config.fp8_block) for n in held}
-            path = target / folder(rank, made.num_ranks) / f"model-{index:05d}.safetensors"
-            write_weights(path, {name: part.contiguous() for name, part in pieces.items()})
-            give_back_memory()
-        del tensors, pieces
+        _cut_layer(checkpoint, sorted(names), config, made, target, f"model-{index:05d}.safetensors")
         checkpoint.release()
         checkpoint.report(progress)
     checkpoint.finish()
+
+
+def _cut_layer(
+    checkpoint: Checkpoint, names: Sequence[str], config: TargetConfig, made: Made, target: Path, file: str
+) -> None:
+    tensors, stored, block = {name: checkpoint.take(name) for name in names}, checkpoint.stored, config.fp8_block
+    for rank in range(made.num_ranks):
+        held = names_of(made, rank, names, config)
+        pieces = {name: piece_of(made, rank, name, tensors[name], stored, block).contiguous() for name in held}
+        write_weights(target / folder(rank, made.num_ranks) / file, pieces)
+        del pieces
+        give_back_memory()

@@ -449,6 +449,20 @@ def test_reading_ahead_stays_two_parts_ahead(monkeypatch: pytest.MonkeyPatch) ->
     assert parts[1][0].start <= max(seen) < parts[2][0].start
 
 
+def test_a_rank_with_files_of_its_own_reads_all_of_them_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[tuple[int, int]] = []
+
+    def noting(parts: list[list[Stored]], share: tuple[int, int]) -> Prefetch:
+        shares.append(share)
+        return Prefetch(parts, share)
+
+    shard_directory(small("plain"), tmp_path / "cut", 2)
+    monkeypatch.setattr("minieagle.models.target_weights.Prefetch", noting)
+    for source in (small("plain"), tmp_path / "cut"):
+        load_target(source, shards=members(2)[1])
+    assert shares == [(1, 2), (0, 1)]
+
+
 def test_what_cannot_be_read_ahead_is_the_readers_to_find(tmp_path: Path) -> None:
     gone = [part._replace(path=tmp_path / "gone") for part in places(small("plain"))[0]]
     Prefetch([gone], (0, 1)).close()
@@ -456,24 +470,32 @@ def test_what_cannot_be_read_ahead_is_the_readers_to_find(tmp_path: Path) -> Non
 
 # ---- memory
 
+LOAD = """
+from minieagle.dist.group import Group
+from minieagle.models.shards import Shards
+from minieagle.models.target_weights import load_target
+rank, size, expert_parallel = map(int, sys.argv[3:])
+shards = Shards(Group(rank, size, torch.device("cpu")), size, bool(expert_parallel))
+work = lambda path: load_target(path, shards=shards)
+"""
+CUT = """
+from minieagle.sharding import shard_directory
+work = lambda path: shard_directory(path, Path(sys.argv[3]) / path.name, 8)
+"""
 MEASURE = """
 import sys
 from pathlib import Path
 import torch
-from minieagle.dist.group import Group
-from minieagle.models.shards import Shards
-from minieagle.models.target_weights import load_target
 
 def memory(name):
     line = next(line for line in open("/proc/self/status") if line.startswith(name))
     return int(line.split()[1]) * 1024
 
-rank, size, expert_parallel = map(int, sys.argv[3:])
-shards = Shards(Group(rank, size, torch.device("cpu")), size, bool(expert_parallel))
-load_target(Path(sys.argv[1]), shards=shards)  # a small model first: library buffers are no part of the weights
+{work}
+work(Path(sys.argv[1]))  # a small model first: library buffers are no part of the weights
 open("/proc/self/clear_refs", "w").write("5")
 before = memory("VmRSS")
-target = load_target(Path(sys.argv[2]), shards=shards)
+kept = work(Path(sys.argv[2]))
 print(memory("VmHWM") - before)
 """
 BIG = {
@@ -517,12 +539,28 @@ def rank_bytes_in(directory: Path, size: int, expert_parallel: bool) -> int:
         return sum(p.stat().st_size for p in (Path(place) / "cut" / folder(1, size)).glob("*.safetensors"))
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
+def peak(work: str, kind: str, *arguments: object) -> int:
+    """The most memory that a process takes for the large model, after the small one."""
+    command = [sys.executable, "-c", MEASURE.format(work=work), *map(str, (*big(kind), *arguments))]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def largest_file(kind: str) -> int:
+    return max(path.stat().st_size for path in big(kind)[1].glob("*.safetensors"))
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
+
+
+@needs_proc
 @pytest.mark.parametrize(("kind", "expert_parallel"), [("plain", False), ("int4", False), ("int4", True)])
 def test_a_rank_peaks_below_1_3_times_its_pieces_and_one_file(kind: str, expert_parallel: bool) -> None:
-    before, source = big(kind)
-    window = max(path.stat().st_size for path in source.glob("*.safetensors"))
-    mine = rank_bytes_in(source, 8, expert_parallel)
-    command = [sys.executable, "-c", MEASURE, str(before), str(source), "1", "8", str(int(expert_parallel))]
-    grown = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    mine, window = rank_bytes_in(big(kind)[1], 8, expert_parallel), largest_file(kind)
+    grown = peak(LOAD, kind, 1, 8, int(expert_parallel))
     assert grown < 1.3 * mine + window, f"{mine / 1e6:.1f} MB and a file of {window / 1e6:.1f} took {grown / 1e6:.1f}"
+
+
+@needs_proc
+def test_cutting_peaks_at_about_one_layer(tmp_path: Path) -> None:
+    grown, window = peak(CUT, "plain", tmp_path), largest_file("plain")
+    assert grown < 1.5 * window, f"a layer of {window / 1e6:.1f} MB took {grown / 1e6:.1f}"
