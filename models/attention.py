@@ -218,8 +218,7 @@ def _attend_on_gpu(q: Tensor, cache: Tensor, group: Group, key_width: int, value
     from minieagle.models.row_attention import attend_rows
 
     shared, tail = ((keys.slots, keys.mask) if keys is not None else None for keys in (group.shared, group.tail))
-    widths = {"key_width": key_width, "value_start": value_start, "key_block": KEY_BLOCK}
-    return attend_rows(q, cache, shared, tail, rows_a_span=group.num_rows, **widths)
+    return attend_rows(q, cache, shared, tail, rows_a_span=group.num_rows, key_width=key_width, value_start=value_start)
 
 
 def _normalised(total: Tensor) -> Tensor:

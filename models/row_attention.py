@@ -1,11 +1,11 @@
 """The attention of models/attention.py on a GPU: one Triton kernel with the same rules, so with the same promise.
 
-One program takes one row and up to HEADS query heads of one key head, and walks that row's key blocks in order of
-absolute position: the shared ones, then the row's own tail. Softmax is online: a running peak, and sums that are scaled
-when it rises. What a program computes depends on its own row's keys and on nothing else; a block without a visible key
+One program takes one row and up to HEADS query heads of one key head, and walks that row's keys in order of
+absolute position, KEYS at a time: the shared blocks, then the row's own tail. Softmax is online: a running peak, and sums that are scaled
+when it rises. What a program computes depends on its own row's keys and on nothing else; a step without a visible key
 is skipped, so padded tables cost and change nothing.
 
-A row's blocks are not shared out over programs, which costs time at long contexts (a decode step of few rows leaves
+A row's keys are not shared out over programs, which costs time at long contexts (a decode step of few rows leaves
 processors idle). Products are float32 in precision: three TF32 products each, as exact as float32 where keys are
 bfloat16. Imported only where tensors lie on a GPU (see models/tiled_linear.py).
 
@@ -23,6 +23,9 @@ from torch import Tensor
 
 HEADS = 16
 CHUNK = 64
+KEYS, WARPS = 32, 8
+"""Keys of one step, a divisor of KEY_BLOCK so that steps too lie at absolute positions; with so many warps the sums
+[HEADS, 512] and a step's values [KEYS, 512] stay in registers, by the compiler's own count."""
 
 
 @triton.jit
@@ -44,12 +47,12 @@ def _block(
     VALUE_TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     HEADS: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
-    """One key block: scores, the risen peak, and its share of the sums."""
-    scores = tl.zeros((HEADS, KEY_BLOCK), tl.float32)
+    """One step's keys: scores, the risen peak, and their share of the sums."""
+    scores = tl.zeros((HEADS, KEYS), tl.float32)
     keys = cache + slots * cache_slot
-    for start in tl.static_range(0, KEY_WIDTH, CHUNK):
+    for start in range(0, KEY_WIDTH, CHUNK):
         inner = start + tl.arange(0, CHUNK)
         is_inner = inner < KEY_WIDTH
         left = tl.load(
@@ -95,7 +98,7 @@ def _attend(
     VALUE_TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     HEADS: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     """One row, HEADS query heads of one key head. Tables: shared slots [B, S] and mask [B * n, S], tail slots and mask
     [B * n, W]."""
@@ -107,23 +110,23 @@ def _attend(
     peak = tl.full((HEADS,), float("-inf"), tl.float32)
     norm = tl.zeros((HEADS,), tl.float32)
     total = tl.zeros((HEADS, VALUE_TILE), tl.float32)
-    for start in range(0, num_shared, KEY_BLOCK):
-        places = start + tl.arange(0, KEY_BLOCK)
+    for start in range(0, num_shared, KEYS):
+        places = start + tl.arange(0, KEYS)
         visible = tl.load(shared_mask + row * num_shared + places) == 0.0
         if tl.max(visible.to(tl.int32), 0) > 0:
             slots = tl.load(shared_slots + (row // rows_a_span) * num_shared + places)
             peak, norm, total = _block(
                 mine, keys_at, slots, visible, peak, norm, total, heads, is_head, q_head, cache_slot,
-                KEY_WIDTH, VALUE_START, VALUE_WIDTH, VALUE_TILE, CHUNK, HEADS, KEY_BLOCK,
+                KEY_WIDTH, VALUE_START, VALUE_WIDTH, VALUE_TILE, CHUNK, HEADS, KEYS,
             )  # fmt: skip
-    for start in range(0, num_tail, KEY_BLOCK):
-        places = start + tl.arange(0, KEY_BLOCK)
+    for start in range(0, num_tail, KEYS):
+        places = start + tl.arange(0, KEYS)
         visible = tl.load(tail_mask + row * num_tail + places) == 0.0
         if tl.max(visible.to(tl.int32), 0) > 0:
             slots = tl.load(tail_slots + row * num_tail + places)
             peak, norm, total = _block(
                 mine, keys_at, slots, visible, peak, norm, total, heads, is_head, q_head, cache_slot,
-                KEY_WIDTH, VALUE_START, VALUE_WIDTH, VALUE_TILE, CHUNK, HEADS, KEY_BLOCK,
+                KEY_WIDTH, VALUE_START, VALUE_WIDTH, VALUE_TILE, CHUNK, HEADS, KEYS,
             )  # fmt: skip
     place = tl.arange(0, VALUE_TILE)
     end = out + (row * (tl.num_programs(2) * heads_a_key) + heads[:, None]) * VALUE_WIDTH + place[None, :]
@@ -143,7 +146,6 @@ def attend_rows(
     rows_a_span: int,
     key_width: int,
     value_start: int,
-    key_block: int,
 ) -> Tensor:
     """Attention of spans of equal shape: q [B * n, H, key_width] float32 and one layer's cache [num_slots, K, width] ->
     [B * n, H, width - value_start] float32. shared: slots [B, S], mask [B, n, S]; tail: both [B, n, W]."""
@@ -174,7 +176,8 @@ def attend_rows(
         VALUE_TILE=max(16, triton.next_power_of_2(value_width)),
         CHUNK=CHUNK,
         HEADS=HEADS,
-        KEY_BLOCK=key_block,
+        KEYS=KEYS,
+        num_warps=WARPS,
         enable_fp_fusion=True,
     )
     return out

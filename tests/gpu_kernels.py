@@ -17,9 +17,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from minieagle.models.attention import KEY_BLOCK
 from minieagle.models.grouped_int4 import _grouped
-from minieagle.models.row_attention import CHUNK, HEADS, _attend
+from minieagle.models.row_attention import CHUNK, HEADS, KEYS, WARPS, _attend
 from minieagle.models.tiled_linear import COLUMNS, INNER, ROWS, _product
 
 TILE = {"ROWS": ROWS, "COLUMNS": COLUMNS}
@@ -28,7 +27,7 @@ TABLES = {"shared_slots": "*i64", "shared_mask": "*fp32", "tail_slots": "*i64", 
 
 def attention(key_width: int, value_start: int, value_width: int) -> tuple[Any, dict[str, str], dict[str, Any]]:
     sizes = {"KEY_WIDTH": key_width, "VALUE_START": value_start, "VALUE_WIDTH": value_width}
-    tile = {"VALUE_TILE": triton.next_power_of_2(value_width), "CHUNK": CHUNK, "HEADS": HEADS, "KEY_BLOCK": KEY_BLOCK}
+    tile = {"VALUE_TILE": triton.next_power_of_2(value_width), "CHUNK": CHUNK, "HEADS": HEADS, "KEYS": KEYS}
     return _attend, {"q": "*fp32", "cache": "*bf16", "out": "*fp32"} | TABLES, sizes | tile
 
 
@@ -58,7 +57,8 @@ def compiled(kernel: Any, tensors: dict[str, str], constants: dict[str, Any], ca
     names = [parameter.name for parameter in kernel.params]
     plain = {name: "constexpr" if name in constants else "i32" for name in names}
     source = ASTSource(kernel, plain | tensors, {(names.index(name),): value for name, value in constants.items()})
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": True})
+    options = {"enable_fp_fusion": True, "num_warps": WARPS if kernel is _attend else 4}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 if __name__ == "__main__":
