@@ -133,8 +133,8 @@ class MixtureOfExperts(nn.Module):
             return self._total(weighted)
         first = self.shards.ranks.rank * self.shards.num_local
         slices = ids // (self.places.size // self.shards.slices)
-        parts = [weighted.masked_fill((slices != first + i).unsqueeze(-1), 0.0) for i in range(self.shards.num_local)]
-        return torch.cat([self._total(part) for part in parts], dim=-1)
+        others = [(slices != first + i).unsqueeze(-1) for i in range(self.shards.num_local)]
+        return torch.cat([self._total(weighted.masked_fill(other, 0.0)) for other in others], dim=-1)
 
     def _total(self, weighted: Tensor) -> Tensor:
         """[T, A, D] -> [T, D], added in the order of the row's own choice, whatever else is in the batch."""

@@ -209,7 +209,8 @@ def open_target(
     _leave_out(checkpoint, config)
     checkpoint.strip(WRAPPER)
     check_formats(checkpoint.left, config)
-    checkpoint.drop(of_other_experts(shards.experts(config.n_routed_experts), config.n_routed_experts))
+    if shards.expert_parallel:
+        checkpoint.drop(of_other_experts(shards.experts(config.n_routed_experts), config.n_routed_experts))
     last = f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
     if last not in checkpoint:  # told before as many modules are built as config.json asks for
         raise CheckpointError(f"{directory} has no tensor {last}: the model needs it")
