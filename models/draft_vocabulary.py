@@ -17,6 +17,9 @@ from minieagle.models.headers import CheckpointError
 
 KINDS = ("offset", "absolute", "identity")
 
+STATE = 'state "d2t": "{}" in its wiring.json (minieagle.spec.wiring: make_wiring, write_wiring)'
+"""The remedy for a table of another kind."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -67,7 +70,7 @@ def target_ids(
     elif draft_vocab_size < vocab_size and kind != "identity":
         raise CheckpointError(
             f"the drafter has {draft_vocab_size} of {vocab_size} tokens but no d2t table that says which: fetch it, or "
-            f'pass d2t="identity" if they are the first {draft_vocab_size}'
+            f"{STATE.format('identity')} if they are the first {draft_vocab_size}"
         )
     else:
         d2t = torch.zeros(draft_vocab_size, dtype=torch.int64)
@@ -79,9 +82,9 @@ def _read(d2t: Tensor, t2d: Tensor | None, vocab_size: int, kind: str) -> Tensor
     possible = [name for name in KINDS if name in faults and faults[name] is None]
     if kind not in possible:
         why = faults.get(kind, "it is neither zeros nor 0, 1, 2, ...")
-        remedy = (
-            f'read as {possible[0]} it fits: pass d2t="{possible[0]}"' if possible else "nor does any other reading"
-        )
+        remedy = "nor does any other reading"
+        if possible:
+            remedy = f"read as {possible[0]} it fits: {STATE.format(possible[0])}"
         raise CheckpointError(f"d2t does not hold {kind} ids, {why}; {remedy}")
     if kind == "offset" and t2d is None and len(d2t) < vocab_size:
         _check_undecided(d2t, possible)
@@ -93,7 +96,8 @@ def _check_undecided(d2t: Tensor, possible: list[str]) -> None:
     if "identity" in possible:
         what = "all zeros, as a table that was never filled" if not d2t.any() else "0, 1, 2, ..., ids and no offsets"
         raise CheckpointError(
-            f'd2t is {what}: pass d2t="identity" if the drafter reads the first {len(d2t)} tokens, else fetch the table'
+            f"d2t is {what}: {STATE.format('identity')} if the drafter reads the first {len(d2t)} tokens, else fetch "
+            "the table"
         )
     if "absolute" in possible:
         _log.warning("d2t ascends at every step, so it could hold absolute ids too; it is read as offsets")

@@ -94,6 +94,26 @@ class DrafterShapes:
         return taps
 
 
+# Two names that no other kind of drafter has both of, and every name that one of these drafters may have.
+_TELLING = ("fc.weight", "midlayer.hidden_norm.weight")
+_KNOWN = re.compile(
+    r"(midlayer|layers\.\d+)\."
+    r"(self_attn\.((q|k|v|o|q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa|(q|k)_norm|(q_a|kv_a)_layernorm)"
+    r"|mlp\.(gate|up|down)_proj|input_layernorm|post_attention_layernorm|hidden_norm)\.weight"
+    r"|(fc|norm|input_norm|embed_tokens|lm_head|fc_norm\.\d+)\.weight|d2t|t2d"
+)
+
+
+def _lack(name: str, shapes: Mapping[str, Shape]) -> str:
+    """What is wrong with tensors, by their official names, of which `name` is missing or of too few dimensions."""
+    what = f"has shape {list(shapes[name])}" if name in shapes else "is missing"
+    if not any(telling in shapes for telling in _TELLING):
+        return f"{name} {what}: the directory holds no EAGLE-3 drafter"
+    strange = sorted(other for other in shapes if not _KNOWN.fullmatch(other))
+    beside = f"; without a place are {', '.join(strange[:8])}" if strange else ""
+    return f"{name} {what}: the drafter is incomplete{beside}; fetch it again, or give the tensor its name"
+
+
 def drafter_shapes(names_to_shapes: Mapping[str, Shape]) -> DrafterShapes:
     """Read the shapes of a drafter's tensors, under any published names, e.g. from safetensors headers.
 
@@ -109,8 +129,7 @@ def drafter_shapes(names_to_shapes: Mapping[str, Shape]) -> DrafterShapes:
     def need(name: str, dim: int) -> int:
         found = size(name, dim)
         if found is None:
-            what = f"has shape {list(shapes[name])}" if name in shapes else "is missing"
-            raise CheckpointError(f"{name} {what}: the directory holds no EAGLE-3 drafter")
+            raise CheckpointError(_lack(name, shapes))
         return found
 
     attention = "midlayer.self_attn"

@@ -170,7 +170,7 @@ def refuse_strangers(config: Raw, shapes: Mapping[str, Shape]) -> None:
     if kind != "eagle3":
         raise ConfigError(f"the directory holds a speculators drafter of type {kind!r}: only 'eagle3' is supported")
     fc = next((tuple(shape) for name, shape in shapes.items() if official_name(name) == "fc.weight"), None)
-    if fc is None and names:
+    if fc is None and names and "midlayer.hidden_norm.weight" not in names:
         raise ConfigError("the directory holds no fc.weight, which fuses the target's states: it is no EAGLE-3 drafter")
     if fc is not None and len(fc) == 2 and fc[1] == 2 * fc[0] and "midlayer.hidden_norm.weight" not in names:
         raise ConfigError(

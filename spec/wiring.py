@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,13 +21,13 @@ import torch
 from minieagle.models.config import ConfigError, TargetConfig, read_json
 from minieagle.models.deepseek import Target
 from minieagle.models.drafter_config import DrafterConfig, drafter_config
-from minieagle.models.drafter_names import drafter_shapes
-from minieagle.models.drafter_weights import check_fits, load_drafter
+from minieagle.models.drafter_names import DrafterShapes, drafter_shapes
+from minieagle.models.drafter_weights import DrafterCheckpoint, check_fits, check_tensors, load_drafter
 from minieagle.models.eagle3 import Drafter
-from minieagle.models.headers import read_headers
+from minieagle.models.headers import CheckpointError, read_headers
 from minieagle.spec.boundary import BoundaryError, Capture, Convention, parse_capture
 from minieagle.spec.fingerprint import changes, target_fingerprint, weights_fingerprint
-from minieagle.spec.formats import OWN, Description, Format, NormOutput, describe, recognise, refuse_strangers
+from minieagle.spec.formats import OWN, Description, Format, NormOutput, agreed, describe, recognise, refuse_strangers
 from minieagle.spec.golden import Golden
 
 FILE = "wiring.json"
@@ -75,6 +75,7 @@ def read_wiring(
     """
     if (directory / FILE).exists():
         wiring = _stated(directory, target, convention, boundaries)
+        _compare(directory, target, wiring)
     else:
         wiring = derive_wiring(directory, target, convention=convention, boundaries=boundaries, norm_output=norm_output)
     check_fits(wiring.config, target)
@@ -165,7 +166,9 @@ def check_tokenizer(wiring: Wiring, tokenizer: str | None) -> None:
 def _stated(
     directory: Path, target: TargetConfig, convention: Convention | None, boundaries: Sequence[int] | None
 ) -> Wiring:
-    wiring = _parse(read_json(directory / FILE), directory / FILE)
+    content = read_json(directory / FILE)
+    _check_sizes(content.get("config"), directory, f"{directory / FILE} says")
+    wiring = _parse(content, directory / FILE)
     stated = list(wiring.config.boundaries)
     if convention is not None or (boundaries is not None and list(boundaries) != stated):
         said = f"convention={convention!r}" if convention is not None else f"boundaries={list(boundaries or ())}"
@@ -176,12 +179,56 @@ def _stated(
             f"{directory / FILE} was written for another target: {'; '.join(stale)}; take the target it was written "
             "for, or remove that file to derive the wiring anew"
         )
+    try:
+        check_tensors(wiring.config, DrafterCheckpoint(directory))
+    except CheckpointError as error:  # which says more than that they changed
+        raise ConfigError(f"{directory / FILE} doesn't go with the weights: {error}") from None
     if weights_fingerprint(directory) != wiring.weights:
         raise ConfigError(
             f"{directory / FILE} is stale: the drafter's weights changed since it was written; restore them, or "
             "remove that file, or let `minieagle doctor --fix` write it anew"
         )
     return wiring
+
+
+def _compare(directory: Path, target: TargetConfig, wiring: Wiring) -> None:
+    """Warn where config.json, which users edit and other engines read, says something else than the contract."""
+    try:
+        found = _by_config(directory, target, wiring)
+    except ValueError as error:
+        _log.warning("%s: %s states the wiring and is used; config.json can't be read: %s", directory, FILE, error)
+        return
+    ours, theirs = asdict(wiring.config), asdict(found.config)
+    differ = [f"{name}={theirs[name]!r}, {FILE} {ours[name]!r}" for name in ours if ours[name] != theirs[name]]
+    if found.sources["boundaries"] == "the user":
+        differ += found.notes  # neither meaning of the ids is what is stated
+    if differ:
+        remedy = f"mend config.json, or remove {FILE} to go by it"
+        _log.warning("%s: config.json says %s; %s is used: %s", directory, "; ".join(differ), FILE, remedy)
+
+
+def _by_config(directory: Path, target: TargetConfig, wiring: Wiring) -> Wiring:
+    """What config.json says; what it leaves open is as stated."""
+    norm_output: NormOutput = "feedback" if wiring.config.norm_output else "head"
+    try:
+        return derive_wiring(directory, target, norm_output=norm_output)
+    except BoundaryError:
+        return derive_wiring(directory, target, norm_output=norm_output, boundaries=wiring.config.boundaries)
+
+
+# Sizes of DrafterConfig that are the rows of one tensor.
+_ROWS = {"hidden_size": "fc.weight", "intermediate_size": "midlayer.mlp.gate_proj.weight"}
+
+
+def _check_sizes(said: Any, directory: Path, who: str) -> DrafterShapes:
+    """What the tensors' shapes say. Raises ConfigError where a config says other sizes, before one is judged by
+    them."""
+    stored, _ = read_headers(directory)
+    shapes = drafter_shapes({name: tensor.shape for name, tensor in stored.items()})
+    for name, witness in _ROWS.items():
+        if isinstance(said, Mapping) and name in said:
+            agreed(name, {who: cast(Any, said)[name], f"the rows of {witness}": getattr(shapes, name)})
+    return shapes
 
 
 def _parse(content: Mapping[str, Any], path: Path) -> Wiring:
@@ -226,7 +273,7 @@ def derive_wiring(
     own = raw.get("model_type") == OWN
     if not own:
         refuse_strangers(raw, shapes)
-    read = drafter_shapes(shapes)
+    read = _check_sizes(raw if own else None, directory, "config.json says")
     kind = kind if own or kind is not None else recognise(raw)
     if kind is not None and kind.norm_output is None:
         kind = replace(kind, norm_output=norm_output)

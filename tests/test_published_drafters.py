@@ -262,6 +262,12 @@ def test_what_is_no_drafter_is_said() -> None:
         load(BASE, {"model.layers.0.self_attn.q_proj.weight": torch.ones(4, 4)})
 
 
+def test_a_drafter_that_lacks_a_tensor_is_incomplete_and_what_has_no_place_is_named() -> None:
+    gate = "midlayer.mlp.gate_proj.weight"
+    with pytest.raises(CheckpointError, match="gate_proj.weight is missing: .*incomplete; without a place are gate.w"):
+        changed({}, lambda tensors: tensors.update({"gate.w": tensors.pop(gate)}))
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
@@ -364,7 +370,7 @@ OTHER_KINDS = [
 def test_a_table_of_another_kind_is_refused_and_the_kind_named(
     d2t: Tensor | None, t2d: Tensor | None, kind: str, other: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=f'pass d2t="{other}"'):
+    with pytest.raises(CheckpointError, match=f'state "d2t": "{other}"'):
         read(d2t, t2d, kind)
 
 

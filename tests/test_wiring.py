@@ -2,6 +2,7 @@
 that a change makes stale."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
@@ -365,6 +366,54 @@ def test_changed_weights_make_it_stale(place: int, tmp_path: Path) -> None:
     named["fc.weight"].view(-1)[place] += 1e-3
     published.write(tmp_path, tiny_wiring()[0], named)
     with pytest.raises(ConfigError, match="stale: the drafter's weights changed"):
+        read_wiring(tmp_path, tiny_target().config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"norm_before_residual": True}, "norm_before_residual=True, wiring.json False; wiring.json is used"),
+        ({IDS: [0, 1, 3], "eagle_config": None}, r"boundaries=\(0, 1, 3\), wiring.json \(0, 2, 3\)"),
+        ({"architectures": ["LlamaForCausalLMEagle3"], IDS: [0, 1, 2], "eagle_config": None}, "neither reading of"),
+        ({"hidden_size": 65}, "config.json can't be read: .*hidden_size: hidden_size 65, the tensors 64"),
+    ],
+)
+def test_a_config_that_says_else_is_told_of(
+    changes: Config, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = contract(tmp_path)
+    read_wiring(tmp_path, tiny_target().config)
+    assert not caplog.records
+    edit(tmp_path / "config.json", **changes)
+    assert read_wiring(tmp_path, tiny_target().config) == made
+    assert len(caplog.records) == 1
+    assert re.search(words, caplog.text)
+
+
+def test_a_contract_without_its_config_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    contract(tmp_path)
+    (tmp_path / "config.json").unlink()
+    read_wiring(tmp_path, tiny_target().config)
+    assert "wiring.json states the wiring and is used; config.json can't be read" in caplog.text
+
+
+def test_a_missing_tensor_is_named_before_staleness(tmp_path: Path) -> None:
+    contract(tmp_path)
+    named = load_file(tmp_path / "model.safetensors")
+    del named["norm.weight"]
+    published.write(tmp_path, tiny_wiring()[0], named)
+    with pytest.raises(ConfigError, match="wiring.json doesn't go with the weights: .*norm.weight is missing"):
+        read_wiring(tmp_path, tiny_target().config)
+
+
+def test_a_size_that_the_weights_contradict_is_named(tmp_path: Path) -> None:
+    made = contract(tmp_path)
+    edit(tmp_path / FILE, config=made.config.to_json() | {"hidden_size": 128})
+    with pytest.raises(ConfigError, match="hidden_size: .*wiring.json says 128, the rows of fc.weight 64"):
+        read_wiring(tmp_path, tiny_target().config)
+    (tmp_path / FILE).unlink()
+    (tmp_path / "config.json").write_text(json.dumps(made.config.to_json() | {"hidden_size": 128}))
+    with pytest.raises(ConfigError, match="hidden_size: config.json says 128, the rows of fc.weight 64"):
         read_wiring(tmp_path, tiny_target().config)
 
 
