@@ -1,9 +1,9 @@
 """The attention of models/attention.py on a GPU: one Triton kernel with the same rules, so with the same promise.
 
-One program takes one row and up to HEADS query heads of one key head, and walks that row's keys in order of
-absolute position, KEYS at a time: the shared blocks, then the row's own tail. Softmax is online: a running peak, and sums that are scaled
-when it rises. What a program computes depends on its own row's keys and on nothing else; a step without a visible key
-is skipped, so padded tables cost and change nothing.
+One program takes one row and up to HEADS query heads of one key head, and walks that row's keys in order of absolute
+position, KEYS at a time: the shared blocks, then the row's own tail. Softmax is online: a running peak, and sums that
+are scaled when it rises. What a program computes depends on its own row's keys and on nothing else; a step without a
+visible key is skipped, so padded tables cost little and change nothing.
 
 A row's keys are not shared out over programs, which costs time at long contexts (a decode step of few rows leaves
 processors idle). Products are float32 in precision: three TF32 products each, as exact as float32 where keys are

@@ -18,6 +18,7 @@ from torch import Tensor
 from minieagle.models.attention import AttentionPlan
 from minieagle.models.flash_mla import FlashInferPrefix, FlashPlan, merge
 from minieagle.models.rows import Rows, Span
+from tests import embedded
 from tests.strategies import SEEDS, ancestors, near_blocks, parents, shuffled_slots
 
 HEADS, ROPE, RANK = 4, 8, 32
@@ -33,7 +34,8 @@ class Wrapper:
         self, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len_arr: Tensor, num_heads: int,
         head_dim_ckv: int, head_dim_kpe: int, page_size: int, causal: bool, sm_scale: float, *dtypes: torch.dtype,
     ) -> None:  # fmt: skip
-        assert (num_heads, head_dim_ckv, head_dim_kpe) == (HEADS, RANK, ROPE) and len(dtypes) == 2
+        assert len(dtypes) == 2
+        self.num_heads, self.rank, self.rope = num_heads, head_dim_ckv, head_dim_kpe
         assert page_size == 1 and not causal and kv_len_arr.tolist() == kv_indptr.diff().tolist()
         assert {t.dtype for t in (qo_indptr, kv_indptr, kv_indices, kv_len_arr)} == {torch.int32}
         rows, keys = qo_indptr.tolist(), kv_indptr.tolist()
@@ -44,7 +46,8 @@ class Wrapper:
 
     def run(self, q_nope: Tensor, q_pe: Tensor, ckv: Tensor, kpe: Tensor, *, return_lse: bool) -> tuple[Tensor, Tensor]:
         assert return_lse and q_nope.is_contiguous() and q_pe.is_contiguous()
-        assert ckv.shape[1:] == (1, RANK) and kpe.shape[1:] == (1, ROPE)
+        assert ckv.shape[1:] == (1, self.rank) and kpe.shape[1:] == (1, self.rope)
+        assert q_nope.shape[1:] == (self.num_heads, self.rank) and q_pe.shape[1:] == (self.num_heads, self.rope)
         out, lse = torch.empty_like(q_nope), torch.empty(q_nope.shape[:2])
         for rows, slots in self.parts:
             latent, rotary = ckv[slots, 0].float(), kpe[slots, 0].float()
@@ -120,6 +123,22 @@ def test_merging_is_one_softmax_over_both_sets(up: float, down: float, seed: int
     values = torch.randn(7, 5, generator=draw, dtype=torch.float64)
     parts = [(scores[cut].softmax(0) @ values[cut], scores[cut].logsumexp(0)) for cut in (slice(3), slice(3, 7))]
     torch.testing.assert_close(merge(*parts[0], *parts[1]), scores.softmax(0) @ values)
+
+
+def test_a_target_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt rows without a prefix, then a tree behind them: other roundings, the same logits."""
+    target, slots = embedded.target(), torch.arange(1, 120)
+    prompt = Rows.of(torch.arange(90), [Span(slots, 0, 90)])
+    tree = Rows.of(torch.arange(4), [Span(slots, 90, 4, ancestors([-1, 0, 0, 2]))])
+    caches = [target.new_cache(120) for _ in range(2)]
+    wanted = [target(rows, caches[0]).logits for rows in (prompt, tree)]
+    attention = target.layers[0].attention
+    widths = attention.num_heads, attention.rank, attention.rope
+    monkeypatch.setattr(target, "prefix", FlashInferPrefix(torch.device("cpu"), *widths, target.dtype))
+    for rows, logits in zip((prompt, tree), wanted, strict=True):
+        off = target(rows, caches[1]).logits - logits
+        assert float(off.square().mean().sqrt()) < 0.05 * float(logits.std())
+    assert bool(off.any())
 
 
 def test_widths_that_the_kernel_is_not_made_for_are_not_taken() -> None:

@@ -10,6 +10,7 @@ from tests.strategies import SEEDS
 
 pytest.importorskip("triton", reason="Triton is not installed: its kernels can't be tried")
 
+from minieagle.models import tiled_linear as kernel  # noqa: E402
 from minieagle.models.tiled_linear import ROWS, tiled_linear, tiled_per_head  # noqa: E402
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -51,6 +52,14 @@ def test_rows_keep_their_bits_whatever_comes_behind_them(num: int, dtype: torch.
     whole = tiled_linear(x, weight)
     assert torch.equal(tiled_linear(x[:num], weight), whole[:num])
     assert torch.equal(tiled_linear(x[ROWS:], weight), whole[ROWS:])
+
+
+def test_another_inner_tile_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile that went by the number of rows would change bits."""
+    x, weight = random(5, 512, seed=0, dtype=torch.float32), random(33, 512, seed=1, dtype=torch.float32)
+    before = kernel.tiled_linear(x, weight)
+    monkeypatch.setattr(kernel, "INNER", 32)
+    assert not torch.equal(kernel.tiled_linear(x, weight), before)
 
 
 def test_rows_of_a_wider_tensor_are_read_where_they_lie() -> None:
