@@ -151,10 +151,10 @@ def _num_same(found: list[list[int]], wanted: list[list[int]]) -> int:
 # ---- the table of faults
 
 
-def fault_times(report: Report) -> bool:
+def fault_times(only: str, report: Report) -> bool:
     """Print seconds from each fault to the end of its job; returns whether all ended as they should."""
     rows, good = [], True
-    for fault, stage in FAULTS:
+    for fault, stage in [entry for entry in FAULTS if only in entry[0]]:
         for rank in (0, 1):
             seconds, status, words = _suffer(fault, stage, rank)
             good = good and status != 0 and seconds is not None
@@ -191,6 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--max-seqs", type=int, default=4, metavar="N", help="prompts in one batch (default: %(default)s)")
     add("--tree", default="dynamic:3,3,8", metavar="SHAPE", help="what speculation drafts (default: %(default)s)")
     add("--faults", action="store_true", help="measure faults instead")
+    add("--only", default="", metavar="WORD", help="only faults of this name")
     add("--worker", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     add("--slices", type=int, metavar="N", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -198,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         work(options)
         return 0
     report = Report.begin("ranks", arguments)
-    good = fault_times(report) if options.faults else sameness(options, report)
+    good = fault_times(options.only, report) if options.faults else sameness(options, report)
     report.notes(
         [TOKENS_PER_STEP]
         if options.faults is False

@@ -9,11 +9,12 @@ launcher sends to all ranks are rank 0's to act on: the others go when they are 
 
 from __future__ import annotations
 
+import faulthandler
 import signal
-import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import NoReturn
 
 from minieagle.dist.group import Group, GroupError
@@ -24,6 +25,7 @@ _ORDERLY = (ValueError, OSError, KeyboardInterrupt, SystemExit)
 """What may end rank 0's work without anything being wrong with the ranks."""
 
 _POLL_S = 0.02
+_CLOSE_TIMEOUT_S = 20
 
 
 @contextmanager
@@ -34,7 +36,9 @@ def job(group: Group, *, hang_timeout_s: float = HANG_TIMEOUT_S) -> Generator[Ra
     if ranks.size == 1:
         yield ranks
         return
-    if not ranks.leads:
+    if ranks.leads:
+        signal.signal(signal.SIGINT, ranks.activity.interrupt)
+    else:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
     watch = _watch(ranks, hang_timeout_s)
@@ -44,7 +48,7 @@ def job(group: Group, *, hang_timeout_s: float = HANG_TIMEOUT_S) -> Generator[Ra
         try:
             yield ranks
         except _ORDERLY as error:
-            if ranks.farewell is None:
+            if ranks.farewell is None or not ranks.activity.waiting:  # the others don't listen yet, or not now
                 raise
             refusal = error
         _part(ranks, watch)
@@ -74,7 +78,9 @@ def _part(ranks: Ranks, watch: Watch) -> None:
             time.sleep(_POLL_S)
     watch.stop()
     watch.leave()
+    faulthandler.dump_traceback_later(_CLOSE_TIMEOUT_S, exit=True)  # nobody looks any more
     ranks.close()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _fail(ranks: Ranks, watch: Watch, error: BaseException) -> NoReturn:
@@ -83,6 +89,4 @@ def _fail(ranks: Ranks, watch: Watch, error: BaseException) -> NoReturn:
     if isinstance(error, RankLost):
         watch.find_culprit()
         words = str(error)
-    watch.fail(f"rank {ranks.rank} failed: {words}")
-    sys.stdout.flush()
-    end(f"minieagle rank {ranks.rank}: {words}")
+    end(f"minieagle rank {ranks.rank}: {words}", partial(watch.fail, f"rank {ranks.rank} failed: {words}"))

@@ -63,6 +63,8 @@ class Activity:
     count: int = 0
     thread: threading.Thread = field(default_factory=threading.current_thread)
     _before: bool = False
+    _in_operation: bool = False
+    _interrupted: bool = False
 
     def __enter__(self) -> None:
         self._before = self.waiting
@@ -72,13 +74,24 @@ class Activity:
         self._become(self._before)
 
     def rest(self) -> None:
-        """This rank owes the others nothing until it works again: it may wait for its user, or sleep."""
+        """This rank owes the others nothing until it works again: it may wait for its user, or sleep. Raises
+        KeyboardInterrupt if one came meanwhile."""
+        self._in_operation = False
         self._become(True)
+        if self._interrupted:
+            self._interrupted = False
+            raise KeyboardInterrupt
 
     def work(self) -> None:
         """The others depend on this thread from now on."""
-        self.thread = threading.current_thread()
+        self.thread, self._in_operation = threading.current_thread(), True
         self._become(False)
+
+    def interrupt(self, *_: object) -> None:
+        """A handler of Ctrl-C: the others could not go on after half an operation, so it waits for the end of one."""
+        self._interrupted = self._in_operation
+        if not self._in_operation:
+            raise KeyboardInterrupt
 
     def _become(self, waiting: bool) -> None:
         self.waiting, self.count = waiting, self.count + 1
@@ -251,13 +264,12 @@ class Watch(threading.Thread):
             except Exception as error:  # whatever the store raises, it is gone, and with it whoever started the job
                 fault = self._seen_here() or f"the rendezvous store is gone ({type(error).__name__})"
             if fault is not None and not self._stopped:
-                self.fail(fault)
-                self._end(fault)
+                self._end(fault, partial(self.fail, fault))
             self._wake.wait(BEAT_S)
             self._wake.clear()
 
-    def _end(self, fault: str) -> None:
-        end(f"minieagle rank {self._rank}: {fault}; the job ends")
+    def _end(self, fault: str, tell: Callable[[], object] | None = None) -> None:
+        end(f"minieagle rank {self._rank}: {fault}; the job ends", tell)
 
     def _seen_here(self) -> str | None:
         """What is wrong with another rank of this host, seen without the store."""
@@ -320,8 +332,11 @@ def _speak(say: Callable[[], object]) -> None:
     speaker.join(_LAST_WORDS_S)
 
 
-def end(words: str) -> NoReturn:
-    """Say words on standard error and leave without the interpreter's farewell, which would wait for threads inside
-    collectives."""
+def end(words: str, tell: Callable[[], object] | None = None) -> NoReturn:
+    """Say words on standard error, tell the others, and leave without the interpreter's farewell, which would wait for
+    threads inside collectives."""
     _speak(partial(print, words, file=sys.stderr, flush=True))
+    _speak(sys.stdout.flush)
+    if tell is not None:
+        tell()
     os._exit(1)

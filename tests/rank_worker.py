@@ -234,6 +234,10 @@ TASKS: dict[str, Callable[[Ranks, Json], Json]] = {"forward": forward, "generate
 # ---- faults of the machine: one group for each
 
 
+def no_memory() -> None:
+    raise MemoryError("no room for 3 tensors")
+
+
 IDLE_S = 1.0
 """Seconds after loading at which a follower is taken to be idle."""
 
@@ -241,8 +245,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "sleep": lambda: time.sleep(1000),
-    "memory": lambda: (_ for _ in ()).throw(MemoryError("no room for 3 tensors")),  # type: ignore[func-returns-value]
-    "error": lambda: (_ for _ in ()).throw(ValueError("a tensor is missing")),  # type: ignore[func-returns-value]
+    "memory": no_memory,
+    "ctrl-c": lambda: os.kill(os.getpid(), signal.SIGINT),
     "none": lambda: None,
 }
 
@@ -324,7 +328,7 @@ def fork(task: Callable[[], None], variables: dict[str, str], stderr: int | None
             os.dup2(stderr, 2)
         task()
         status = 0
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         print(f"rank {variables['RANK']}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     finally:
         sys.stdout.flush()

@@ -178,9 +178,9 @@ def test_a_cache_that_went_is_forgotten_too() -> None:
         for _ in range(2):
             cache = target.new_cache(9)
             run(target, cache, torch.arange(1, 9), [1])
-            handle = heard.said[0][1]
             del cache
             gc.collect()
+    handle = heard.said[0][1]
     forgotten = [number for message in heard.said if message[0] == Op.FORGET for number in message[1:]]
     assert handle in forgotten and len(followed(heard)) == 2
 
@@ -208,7 +208,7 @@ def test_ticks_between_any_two_operations_change_nothing(at: int, num: int) -> N
         cache = target.new_cache(61)
         run(target, cache, torch.arange(1, 9), [1, 2, 3])
     at %= len(heard.said)
-    heard.said[at:at] = [[Op.TICK]] * num
+    heard.said[at:at] = [[int(Op.TICK)]] * num
     assert torch.equal(followed(heard)[0].data, cache.data)
 
 

@@ -208,13 +208,14 @@ def test_int4_slices_dequantise_to_slices_of_the_whole(size: int, slices: int | 
     ],
 )
 def test_what_four_ranks_cannot_share_is_refused_with_what_works(sizes: dict[str, int], words: str) -> None:
-    model = save_target(new_folder(), **sizes)
+    changes: dict[str, Any] = dict(sizes)
+    model = save_target(new_folder(), **changes)
     with pytest.raises(ShardError, match=words):
         load_target(model, shards=Shards(placed(0, 4), 4))
 
 
 def test_groups_of_int4_are_not_cut_apart() -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "first_k_dense_replace": 0}
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "first_k_dense_replace": 0}
     plain = save_target(new_folder(), **(sizes | CUT | {"moe_intermediate_size": 64}))
     model = int4(plain, 32)
     with pytest.raises(ShardError, match=r"columns of .*down_proj=64 .*4 pieces of multiples of 32.*\[1, 2\]"):

@@ -87,6 +87,12 @@ def test_a_rank_that_hangs_ends_the_job(groups: Groups, fault: str, rank: int) -
     assert (f"rank {rank} has made no progress" if fault == "sleep" else f"rank {rank} ") in said
 
 
+@pytest.mark.parametrize("stage", ["decode", "idle"])
+def test_ctrl_c_at_rank_0_lets_the_others_go_in_order(groups: Groups, stage: str) -> None:
+    statuses, said = suffered(groups, "ctrl-c", stage, 0, idle_s=PATIENCE_S)
+    assert statuses == [1, 0] and said.count("parted") == 1 and "minieagle" not in said
+
+
 def test_rank_0_may_wait_for_its_user(groups: Groups) -> None:
     """Longer than the time after which a rank that others wait for is stuck."""
     statuses, said = suffered(groups, "none", "idle", 0, timeout_s=1.0, idle_s=4.0)

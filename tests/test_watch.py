@@ -245,6 +245,22 @@ def test_calls_within_a_rest_end_in_a_rest() -> None:
     assert not activity.waiting
 
 
+def test_ctrl_c_waits_for_the_end_of_an_operation() -> None:
+    activity = Activity()
+    with pytest.raises(KeyboardInterrupt):  # while loading
+        activity.interrupt()
+    activity.work()
+    activity.interrupt()
+    with activity:
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        activity.rest()
+    assert activity.waiting
+    activity.rest()  # once
+    with pytest.raises(KeyboardInterrupt):  # between operations
+        activity.interrupt()
+
+
 def test_work_is_measured_on_the_thread_that_works() -> None:
     activity = Activity()
     thread = threading.Thread(target=activity.work)
@@ -270,7 +286,7 @@ class Ended(Exception):
 def test_without_the_store_the_job_ends(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
-    def end(words: str) -> None:
+    def end(words: str, tell: object) -> None:
         said.append(words)
         raise Ended
 
@@ -297,7 +313,7 @@ def test_a_store_that_never_answers_ends_the_job(
     monkeypatch.setattr(watch, "_process", lambda process_id: seen)
     monkeypatch.setattr(watch.os, "kill", lambda number, _: killed.append(number))
     monkeypatch.setattr(Watch, "_keep_looking", lambda self: None)
-    monkeypatch.setattr(watch, "end", lambda text: (said.append(text), scene.watch.stop()))
+    monkeypatch.setattr(watch, "end", lambda text, tell: (said.append(text), scene.watch.stop()))
     monkeypatch.setattr(scene.watch, "join", lambda timeout: None)
     monkeypatch.setattr(scene.watch._over, "wait", lambda pause_s: scene.pass_s(pause_s))
     scene.watch.run()
@@ -305,7 +321,7 @@ def test_a_store_that_never_answers_ends_the_job(
 
 
 def test_a_watch_that_was_stopped_sees_nothing_more(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "end", lambda words: pytest.fail(words))
+    monkeypatch.setattr(watch, "end", lambda words, tell: pytest.fail(words))
     scene.watch.start()
     scene.watch.stop()
     scene.store.is_gone = True
