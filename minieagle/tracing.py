@@ -2,8 +2,9 @@
 
 The one idea: lines are matched by request, stage and position (spec/stages.py says why these suffice), and the order of
 the first file, which is the order in which its run computed, decides which difference comes first: everything behind it
-may be a consequence. Lines that only one trace has are passed over, since a run in chunks wants fewer logits than a
-training pass, and a plain run drafts nothing; a tree and its accepted path are compared with those of the same shape.
+may be a consequence. Lines that only one trace has are counted and no difference, since a run in chunks wants fewer
+logits than a training pass, and a plain run drafts nothing; a tree and its accepted path are compared with those of the
+same shape.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ Key = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class Difference:
-    """What two traces have in common. compared, unequal: lines by stage; first_a, first_b: the lines of both at the
-    first unequal key, several of one trace where its ranks disagree; empty when all are equal."""
+    """What two traces have in common. compared, unequal: lines by stage; only_a, only_b: keys that the other lacks,
+    by stage; num_ranks: of either; first_a, first_b: the lines of both at the first unequal key, several of one trace
+    where its ranks disagree; empty when all are equal."""
 
     compared: Counter[str]
     unequal: Counter[str]
+    only_a: Counter[str]
+    only_b: Counter[str]
+    num_ranks: tuple[int, int]
     first_a: tuple[Line, ...] = ()
     first_b: tuple[Line, ...] = ()
 
@@ -70,9 +75,17 @@ def diff(a: Iterable[Line], b: Iterable[Line], *, rtol: float = 0.0) -> Differen
         if not _agree([*ours[key], *theirs[key]], rtol):
             unequal[stage] += 1
             first = first or key
-    if first is None:
-        return Difference(compared, unequal)
-    return Difference(compared, unequal, tuple(ours[first]), tuple(theirs[first]))
+    alone = _only(ours, theirs), _only(theirs, ours)
+    firsts = (tuple(ours[first]), tuple(theirs[first])) if first else ((), ())
+    return Difference(compared, unequal, *alone, (_num_ranks(ours), _num_ranks(theirs)), *firsts)
+
+
+def _only(found: Mapping[Key, Sequence[Line]], other: Mapping[Key, Sequence[Line]]) -> Counter[str]:
+    return Counter(lines[0].stage for key, lines in found.items() if key not in other)
+
+
+def _num_ranks(found: Mapping[Key, Sequence[Line]]) -> int:
+    return len({rank for lines in found.values() for line in lines for rank in line.ranks})
 
 
 def _by_key(lines: Iterable[Line]) -> dict[Key, list[Line]]:
@@ -133,9 +146,15 @@ def _read_file(path: Path) -> list[Line]:
 
 
 def report(difference: Difference) -> str:
-    """What a person reads: the first parting, both lines of it, and the lines compared by stage."""
+    """What a person reads: the first parting, both lines of it, the lines compared by stage, and those that only one
+    trace has."""
     stages = [
         f"  {stage}: {num - difference.unequal[stage]} of {num} equal" for stage, num in difference.compared.items()
+    ]
+    stages += [
+        f"only {name} has {alone.total()} lines: {', '.join(f'{num} {stage}' for stage, num in alone.items())}"
+        for name, alone in (("A", difference.only_a), ("B", difference.only_b))
+        if alone
     ]
     if not difference.first_a:
         return "\n".join([f"{difference.compared.total()} lines compared, all equal", *stages])
@@ -145,7 +164,16 @@ def report(difference: Difference) -> str:
     lines = [f"A {line.to_json()}" for line in difference.first_a] + [
         f"B {line.to_json()}" for line in difference.first_b
     ]
-    return "\n".join([head, *lines, *stages])
+    return "\n".join([head, *lines, *stages, *_sums(difference.num_ranks)])
+
+
+def _sums(num_ranks: tuple[int, int]) -> list[str]:
+    if num_ranks[0] == num_ranks[1]:
+        return []
+    return [
+        f"A is of {num_ranks[0]} ranks, B of {num_ranks[1]}: their sums are rounded alike only when both ran with the "
+        "same --reduction-slices; else compare with --rtol"
+    ]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -166,6 +194,8 @@ def run(options: argparse.Namespace) -> int:
     """`minieagle trace diff A B` and `minieagle trace fold FILE`."""
     if options.action == "fold":
         lines = read(options.a)
+        if len({rank for line in lines for rank in line.ranks}) < 2:
+            print(f"{options.a} has the lines of one rank: there is nothing to fold", file=sys.stderr)
         sys.stdout.writelines(line.to_json() + "\n" for line in lines)
         return 0 if all(line.equal for line in lines) else 1
     if not 0 <= options.rtol < 1:
@@ -178,7 +208,8 @@ def run(options: argparse.Namespace) -> int:
 def _json(difference: Difference) -> str:
     firsts = {"a": difference.first_a, "b": difference.first_b}
     shown = {name: [json.loads(line.to_json()) for line in lines] for name, lines in firsts.items()}
-    return json.dumps({"compared": difference.compared, "unequal": difference.unequal, "first": shown})
+    counts = {name: getattr(difference, name) for name in ("compared", "unequal", "only_a", "only_b", "num_ranks")}
+    return json.dumps(counts | {"first": shown})
 
 
 def add_trace_options(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,7 @@ from minieagle.engine import Engine, Request, Taken
 from minieagle.llm import load_engine
 from minieagle.models.deepseek import TargetOutput
 from minieagle.spec.stages import Line, Place, Steps, Trace, TraceError, trace_text
-from minieagle.tracing import diff, fold, read
+from minieagle.tracing import diff, fold, read, report
 from tests import embedded
 from tests.embedded import engine, logprobs, params, prompt, run, tokens
 
@@ -287,10 +287,28 @@ def test_the_command_says_equal_or_where(tmp_path: Path, capsys: pytest.CaptureF
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["first"]["b"][0]["stage"] == "capture 0"
 
 
+def test_lines_that_one_trace_lacks_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short, long = tmp_path / "short", tmp_path / "long"
+    by_rank(tmp_path, [torch.ones(2, 4)]).with_name("t.rank0").rename(short)
+    by_rank(tmp_path, [torch.ones(5, 4)]).with_name("t.rank0").rename(long)
+    assert command("diff", str(short), str(long)) == 0
+    assert "all equal\n" in (out := capsys.readouterr().out)
+    assert out.endswith("only B has 6 lines: 3 embedding, 3 capture 0\n")
+
+
+def test_traces_of_other_numbers_of_ranks_are_told_of_slices() -> None:
+    found = diff([line(0, "a", "x", ranks=(0, 1))], [line(0, "a", "y")])
+    assert report(found).endswith("with the same --reduction-slices; else compare with --rtol")
+    assert "--reduction-slices" not in report(diff([line(0, "a", "x")], [line(0, "a", "y")]))
+
+
 def test_the_command_folds_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("fold", str(by_rank(tmp_path, [torch.ones(1, 4)] * 2))) == 0
     assert [json.loads(text)["ranks"] for text in capsys.readouterr().out.splitlines()] == [[0, 1]] * 2
     assert command("fold", str(by_rank(tmp_path, [torch.ones(1, 4), torch.zeros(1, 4)]))) == 1
+    assert "nothing to fold" not in capsys.readouterr().err
+    assert command("fold", f"{tmp_path / 't'}.rank0") == 0
+    assert "the lines of one rank: there is nothing to fold" in capsys.readouterr().err
 
 
 @given(cell=st.integers(0, 39), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
