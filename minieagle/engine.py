@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from minieagle.errors import RequestError
-from minieagle.models.cache import PagePool
+from minieagle.models.cache import PagePool, free_bytes
 from minieagle.models.deepseek import Target, TargetOutput
 from minieagle.models.eagle3 import Drafter, DrafterOutput
 from minieagle.models.rows import Rows
@@ -61,6 +61,16 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+
+    def context(self, limit: int) -> int:
+        """Tokens of a context, for a model of that limit. Raises ValueError for a context beyond it, and for pages that
+        no context fills."""
+        context = self.max_context_tokens or limit
+        if context > limit:
+            raise ValueError(f"max_context_tokens={context} is beyond the model's {limit}: lower it")
+        if self.page_size > max(context, EngineConfig.page_size):
+            raise ValueError(f"page_size={self.page_size} is beyond the context of {context} tokens: lower it")
+        return context
 
 
 @dataclass(frozen=True)
@@ -110,16 +120,12 @@ class Engine:
     ) -> None:
         self.target, self.drafter, self.tokenizer, self.trace = target, drafter, tokenizer, trace
         self.config = config or EngineConfig()
-        self.max_context_tokens = self.config.max_context_tokens or target.config.max_position_embeddings
-        if self.max_context_tokens > target.config.max_position_embeddings:
-            raise ValueError(
-                f"max_context_tokens={self.max_context_tokens} is beyond the model's "
-                f"{target.config.max_position_embeddings}: lower it"
-            )
+        self.max_context_tokens = self.config.context(target.config.max_position_embeddings)
         self.boundaries = drafter.config.boundaries if drafter is not None else ()
         spare = draft_rows(self.config.shape) if drafter is not None else 1
         page_size = self.config.page_size
         room = self.config.cache_tokens or self.config.max_seqs * (self.max_context_tokens + spare + page_size)
+        self._check_memory(room)
         pool = PagePool(max(1, room // page_size), page_size)
         self.scheduler = Scheduler(
             pool,
@@ -133,6 +139,16 @@ class Engine:
         self._acceptance = Acceptance(self.config.shape.num_steps)
         self._sequences: dict[int, Sequence] = {}
         self._next_id = 0
+
+    def _check_memory(self, num_rows: int) -> None:
+        """Refuse a cache that can't be had, rather than die of it."""
+        row = self.target.cache_row_bytes + (self.drafter.cache_row_bytes if self.drafter is not None else 0)
+        needed, free = num_rows * row, free_bytes(self.target.device)
+        if free is not None and needed > free:
+            raise ValueError(
+                f"a cache of {num_rows} tokens takes {needed} bytes ({row} each), of which {free} are free: lower "
+                f"max_seqs={self.config.max_seqs}, max_context_tokens={self.max_context_tokens} or cache_tokens"
+            )
 
     @property
     def has_work(self) -> bool:

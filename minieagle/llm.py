@@ -118,6 +118,7 @@ def load_engine(
     config = EngineConfig(**given) if shape is None else EngineConfig(shape=shape, **given)
     tracing = open_trace(trace, trace_steps, trace_layers)  # refused before minutes of loading
     tokenizer = Tokenizer(directory)
+    limit = target_config(read_json(directory / "config.json")).max_position_embeddings
     target, loaded = _load(
         directory,
         drafter,
@@ -129,7 +130,7 @@ def load_engine(
         convention=capture_convention,
         boundaries=boundaries,
         shards=_shards(ranks, reduction_slices, expert_parallel),
-        context=config.max_context_tokens,
+        context=config.context(limit),
     )
     if ranks is not None and ranks.size > 1:
         target.lead = lead = Lead(ranks)

@@ -7,6 +7,7 @@ never given out; its rows stay zero and stand in for masked keys. Page size chan
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -17,6 +18,17 @@ from minieagle.models.rows import Rows
 
 class OutOfPages(RuntimeError):
     """More pages were asked for than are free."""
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that can still be had on a device, in bytes; None where the system doesn't tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 class PagePool:

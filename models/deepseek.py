@@ -93,6 +93,11 @@ class Target(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.embed_tokens.dtype
 
+    @property
+    def cache_row_bytes(self) -> int:
+        """What a token takes in the cache."""
+        return self.config.num_hidden_layers * self.config.latent_width * self.dtype.itemsize
+
     def new_cache(self, num_slots: int) -> PagedCache:
         """An empty latent cache of num_slots rows a layer, in the model's dtype and on its device."""
         layers, width = self.config.num_hidden_layers, self.config.latent_width

@@ -156,6 +156,12 @@ class Drafter(nn.Module):
             self._last_tap = config.boundaries.index(target.config.num_hidden_layers)
             self._target_norm = target.norm.forward
 
+    @property
+    def cache_row_bytes(self) -> int:
+        """What a token takes in the cache."""
+        num_heads, width = self.config.cache_row
+        return self.config.num_hidden_layers * num_heads * width * self.norm.weight.dtype.itemsize
+
     def new_cache(self, num_slots: int) -> PagedCache:
         """An empty key/value cache of num_slots rows a layer, in the drafter's dtype: its own storage over the shared
         pool."""

@@ -137,8 +137,8 @@ class SwiGLU(nn.Module):
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu of the first half times the second: [..., 2 I] -> [..., I]. Rows of other lengths than whole vectors, such as
-    a rank's share of the columns, are padded to them."""
+    """silu of the first half times the second: [..., 2 I] -> [..., I]. Rows that are no whole vectors, such as a rank's
+    share of the columns, are padded to them."""
     gate, up = gate_up.chunk(2, dim=-1)
     width = gate.shape[-1]
     if width % VECTOR:

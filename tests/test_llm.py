@@ -128,3 +128,20 @@ def test_bad_load_options_are_refused(options: dict[str, Any], error: type[Excep
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tokenizer.json"):
         LLM(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"max_seqs": 10**12}, r"takes \d+ bytes .* are free"),
+        ({"max_seqs": 10**23}, r"takes \d+ bytes"),
+        ({"cache_tokens": 10**15}, r"takes \d+ bytes"),
+        ({"page_size": 10**12}, "page_size=1000000000000 is beyond the context of 2048"),
+        ({"max_context_tokens": 10**9}, "beyond the model's 2048"),
+    ],
+)
+def test_sizes_that_no_machine_has_are_refused_before_loading_or_with_their_bytes(
+    sizes: dict[str, int], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        LLM(**sizes)
