@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd, lcm
 
+from minieagle.dist.group import MAX_SIZE
+
 WORD = 8  # INT4 codes in a packed word
 
 
@@ -146,20 +148,18 @@ def units(
 
 
 def check_divides(dealt: Mapping[str, Unit], size: int) -> None:
-    """Raises ShardError, naming what can't be divided and the nearest sizes that work, unless every unit can be dealt
+    """Raises ShardError, naming what can't be divided and the sizes that work, unless every unit can be dealt
     out to `size` ranks."""
     if size < 1:
         raise ShardError(f"tp={size} must be at least 1")
     odd = [str(unit) for unit in dealt.values() if unit.num_shares % size] if size > 1 else []
     if odd:
-        raise ShardError(f"tp={size} doesn't divide {' and '.join(odd)}; sizes that work: {_nearest(dealt, size)}")
+        raise ShardError(f"tp={size} doesn't divide {' and '.join(odd)}; sizes that work: {_working(dealt)}")
 
 
-def _nearest(dealt: Mapping[str, Unit], size: int) -> str:
+def _working(dealt: Mapping[str, Unit]) -> str:
     most = gcd(*(unit.num_shares for unit in dealt.values()))
-    works = [number for number in range(1, most + 1) if most % number == 0]
-    near = [max(n for n in works if n < size), *[n for n in works if n > size][:1]]
-    return " and ".join(map(str, near))
+    return ", ".join(str(size) for size in range(1, MAX_SIZE + 1) if most % size == 0)
 
 
 @dataclass(frozen=True)

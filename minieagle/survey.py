@@ -36,6 +36,7 @@ from minieagle.dist.shard import (
     rank_bytes,
     units,
 )
+from minieagle.errors import ModelError
 from minieagle.models.config import TargetConfig, read_json, target_config
 from minieagle.models.drafter_names import drafter_shapes
 from minieagle.models.headers import Stored, read_headers
@@ -343,9 +344,13 @@ def run(options: argparse.Namespace) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=140, no_color=True, highlight=False)
     stored, unlisted = read_headers(options.directory)
     if is_drafter(stored):
+        if options.tp is not None:
+            raise ModelError(f"--tp {options.tp} shows the cuts of a target, and {options.directory} holds a drafter")
         found = survey_drafter(options.directory, stored, options.model)
         _print(options.json, found, lambda: _drafter_tables(console, found))
         return 0
+    if options.model is not None:
+        raise ModelError(f"--model {options.model} goes with a drafter, and {options.directory} holds a target")
     tp: int | None = options.tp
     cuts = [] if tp is None else cut_table(options.directory, stored, tp)
     sizes = sorted({*TP_SIZES, tp or 1})
@@ -402,9 +407,12 @@ def _target_tables(console: Console, seen: Survey, unlisted: Sequence[str], cuts
     _table(
         console,
         "Tensor parallel",
-        ("ranks", "weights per rank", "read per token and rank", "all-reduces", "gathers", ""),
+        ("ranks", "weights per rank", "read per token and rank", "all-reduces", "gathers"),
         map(_plan_row, seen.plans),
     )
+    for plan in seen.plans:
+        if plan.fault is not None:
+            console.print(f"{plan.tp} ranks: {plan.fault}", markup=False, soft_wrap=True)
     if cuts:
         rows = [(*row[:4], _gb(row[4])) for row in cuts]
         _table(console, "Cuts", ("tensor", "cut", "shape", "per rank", "all of them, per rank"), rows)
@@ -422,7 +430,7 @@ def _part_row(part: Part) -> tuple[str, ...]:
 
 def _plan_row(plan: Plan) -> tuple[str, ...]:
     if plan.fault is not None:
-        return str(plan.tp), "-", "-", "-", "-", plan.fault
+        return str(plan.tp), "-", "-", "-", "-"
     exchanged = plan.collectives
     return (
         str(plan.tp),
@@ -430,7 +438,6 @@ def _plan_row(plan: Plan) -> tuple[str, ...]:
         _gb(plan.rank_read_bytes),
         str(exchanged.num_all_reduces),
         str(exchanged.num_gathers),
-        "",
     )
 
 

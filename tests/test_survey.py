@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from bench.survey import figures, write_headers
 from minieagle import survey as inspection
 from minieagle.dist.shard import ShardError
+from minieagle.errors import ModelError
 from minieagle.llm import embedded
 from minieagle.models.checkpoint import CheckpointError
 from minieagle.models.config import ConfigError, target_config
@@ -110,7 +111,9 @@ def test_ranks_hold_the_cut_in_parts_and_the_rest_whole(
 def test_sizes_that_do_not_divide_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = said(capsys, model(tmp_path))
     assert "4 attention heads" in found["plans"][3]["fault"], "TINY has 4 heads"
-    with pytest.raises(ShardError, match="sizes that work: 4"):
+    run(tmp_path)
+    assert f"8 ranks: {found['plans'][3]['fault']}" in capsys.readouterr().out, "whole, whatever the width"
+    with pytest.raises(ShardError, match="sizes that work: 1, 2, 4$"):
         run(tmp_path, "--tp", "8")
 
 
@@ -215,6 +218,13 @@ def test_with_its_target_it_shows_its_wiring(capsys: pytest.CaptureFixture[str])
     assert found["wiring"]["boundaries"] == [2, 5, 8] and found["sources"]["boundaries"]
     assert run(embedded("drafter"), "--model", str(embedded("target"))) == 0
     assert "boundaries" in capsys.readouterr().out
+
+
+def test_options_of_the_other_kind_of_model_are_refused() -> None:
+    with pytest.raises(ModelError, match="--tp 2 shows the cuts of a target"):
+        run(embedded("drafter"), "--tp", "2")
+    with pytest.raises(ModelError, match="--model .* goes with a drafter"):
+        run(embedded("target"), "--model", str(embedded("target")))
 
 
 def test_a_drafter_of_another_kind_is_named(tmp_path: Path) -> None:
