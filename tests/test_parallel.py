@@ -37,7 +37,7 @@ from tests.strategies import SEEDS, an_expert, target_configs
 SLICES = 8
 NO_SHRINKING = [Phase.explicit, Phase.reuse, Phase.generate]  # a smaller failing model tells little and takes minutes
 SIZES = (2, 4, 8)
-CUT = {
+CUT: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "vocab_size": 96,
@@ -215,8 +215,8 @@ def test_what_four_ranks_cannot_share_is_refused_with_what_works(sizes: dict[str
 
 
 def test_groups_of_int4_are_not_cut_apart() -> None:
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "first_k_dense_replace": 0}
-    plain = save_target(new_folder(), **(sizes | CUT | {"moe_intermediate_size": 64}))
+    sizes: dict[str, Any] = CUT | {"hidden_size": 32, "num_hidden_layers": 1, "first_k_dense_replace": 0}
+    plain = save_target(new_folder(), **sizes)
     model = int4(plain, 32)
     with pytest.raises(ShardError, match=r"columns of .*down_proj=64 .*4 pieces of multiples of 32.*\[1, 2\]"):
         load_target(model, shards=Shards(placed(0, 4), 4))
