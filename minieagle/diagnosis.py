@@ -9,32 +9,62 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from minieagle.errors import ModelError
 from minieagle.heatmap import page
 from minieagle.models.checkpoint import CheckpointError
-from minieagle.models.config import ConfigError, read_json
+from minieagle.models.config import ConfigError, TargetConfig, read_json
 from minieagle.models.deepseek import Target
+from minieagle.models.drafter_config import DrafterConfig, drafter_config
+from minieagle.models.drafter_weights import DrafterCheckpoint, check_fits, check_tensors, load_drafter
 from minieagle.models.eagle3 import Drafter
 from minieagle.passages import Passage, read_passages, written
 from minieagle.source import add_source_options, drafter_directory, model_directory, open_source, reading
 from minieagle.spec.boundary import BoundaryError, default_inputs
-from minieagle.spec.checks import Finding, check_config, check_fusion, check_vocabulary, check_weights
-from minieagle.spec.doctor import NUM_STEPS, Cause, Diagnosis, Recording, Result, check_lengths, diagnose
+from minieagle.spec.checks import (
+    Finding,
+    check_config,
+    check_fusion,
+    check_vocabulary,
+    check_weights,
+    looks_untrained,
+)
+from minieagle.spec.doctor import (
+    NUM_STEPS,
+    OWN_TEXT,
+    Cause,
+    Diagnosis,
+    Recording,
+    Result,
+    check_lengths,
+    diagnose,
+    is_mended,
+)
 from minieagle.spec.fingerprint import tokenizer_fingerprint
-from minieagle.spec.formats import UndecidedError
+from minieagle.spec.formats import PLACES, NormOutput, UndecidedError
 from minieagle.spec.golden import check_golden, golden_vectors
-from minieagle.spec.hypotheses import Reading, Setting, boundaries_needed
+from minieagle.spec.hypotheses import Change, Reading, Setting, boundaries_needed
 from minieagle.spec.observe import Source, observe_texts
-from minieagle.spec.wiring import FILE, Wiring, check_tokenizer, make_wiring, open_drafter, write_wiring
+from minieagle.spec.wiring import (
+    FILE,
+    Wiring,
+    check_tokenizer,
+    derive_wiring,
+    make_wiring,
+    open_drafter,
+    read_wiring,
+    write_wiring,
+)
 from minieagle.tokenizer import Tokenizer
 
 NEW_TOKENS = 112
@@ -48,18 +78,31 @@ NOTES = (
     "tokens per step: 1 + the mean run of right drafts from every position, an estimate of a greedy chain of 5; gains "
     "are over the same positions, with their standard error",
     "log-probability: mean over the target's choices that are in the draft vocabulary, each at least -10",
+    "the text to measure on is the target's own output: on other text a healthy drafter agrees badly too",
 )
+STAMP = "measured by minieagle doctor"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the drafter's files leave open. why: the words of the refusal; fields: those of DrafterConfig that are
+    measured instead, none where a wiring.json is set aside because it is stale or another target's."""
+
+    why: str
+    fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """What the doctor found. refusal: why the drafter can't be loaded; then there is no diagnosis. undecided: what the
-    drafter's files leave open and was measured instead. causes: likeliest first, none when all is well."""
+    drafter's files leave open and was measured instead. causes: likeliest first, none when all is well. notes: what
+    else is to be said of the measuring."""
 
     model: str
     drafter: str
     refusal: str | None = None
     undecided: str | None = None
+    notes: tuple[str, ...] = ()
     num_positions: int = 0
     diagnosis: Diagnosis | None = None
     findings: tuple[Finding, ...] = ()
@@ -71,6 +114,8 @@ class Report:
     def verdict(self) -> str:
         if self.refusal is not None:
             return "refused"
+        if self.diagnosis and not self.diagnosis.is_judged and self.causes == self.diagnosis.causes:
+            return "unjudged"
         return "fault" if self.causes else "healthy"
 
     def to_json(self) -> dict[str, Any]:
@@ -85,6 +130,9 @@ class Report:
             "num_positions": self.num_positions,
             "causes": [_cause_json(cause) for cause in self.causes],
             "best": found.best.name if found else None,
+            "own_share": found.own_share if found else None,
+            "suspect": found.suspect.name if found and found.suspect else None,
+            "notes": list(self.notes),
             "alike": [result.name for result in found.alike] if found else [],
             "findings": [vars(finding) for finding in self.findings],
             "readings": [_result_json(result, found.base) for result in found.results] if found else [],
@@ -114,6 +162,7 @@ def _result_json(result: Result, base: Result) -> dict[str, Any]:
         "agreement_by_depth": result.score.rates,
         "log_prob": base.score.log_prob + result.nats.mean,
         "positions": len(result.score.hits),
+        "ruled_out": result.ruled_out,
     }
 
 
@@ -124,7 +173,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--text",
         type=Path,
         metavar="FILE",
-        help="measure on this text: plain, or .jsonl with token ids as `train` writes it (default: the target writes)",
+        help="measure on this text, which must be the target's own output: plain, or .jsonl with token ids as `train` "
+        "writes it (default: the target writes some, which is surest)",
     )
     add("--json", metavar="FILE", help="write the report as JSON; - is standard output, the table then goes to stderr")
     add("--html", type=Path, metavar="FILE", help="write the report as one HTML page with the grid as a picture")
@@ -133,7 +183,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """`minieagle doctor`; returns the exit status: 0 healthy, 1 a fault or a drafter that can't be loaded."""
+    """`minieagle doctor`; returns the exit status: 0 healthy, 1 a fault, a drafter that can't be loaded or one that the
+    text can't tell."""
     if options.stream_layers and not options.text:
         raise ModelError("--stream-layers needs --text FILE: a target that is read from disk can't write texts itself")
     errors = Console(stderr=True)
@@ -159,11 +210,46 @@ def examine(options: argparse.Namespace, console: Console) -> Report:
     source = open_source(options, console)
     report = Report(model=str(model_directory(options)), drafter=str(directory))
     try:
-        drafter, wiring, undecided = _open(options, directory, source)
+        drafter, wiring, question = open_undecided(directory, source, options.capture_convention, options.boundaries)
         check_tokenizer(wiring, tokenizer_fingerprint(model_directory(options)))
     except (ConfigError, CheckpointError, BoundaryError) as error:
-        return replace(report, refusal=str(error))
-    passages = passages or written(cast(Target, source), tokenizer, NEW_TOKENS, ignore_eos=True)
+        return replace(report, refusal=_own_words(error))
+    report = replace(report, undecided=question.why if question else None)
+    if passages is not None:
+        report = _measured(report, source, drafter, wiring, question, passages, directory, console)
+        confirm = isinstance(source, Target) and report.causes and _is_foreign(report)
+    if passages is None or confirm:
+        passages = written(cast(Target, source), tokenizer, NEW_TOKENS, ignore_eos=True)
+        notes = (_confirming(report),) if report.diagnosis else ()
+        report = _measured(report, source, drafter, wiring, question, passages, directory, console)
+        report = replace(report, notes=notes)
+    return replace(report, fixed=fix(report, directory, source, wiring, question, options)) if options.fix else report
+
+
+def _is_foreign(report: Report) -> bool:
+    return report.diagnosis is not None and report.diagnosis.own_share < OWN_TEXT
+
+
+def _confirming(report: Report) -> str:
+    assert report.diagnosis is not None, "the text was measured"
+    share = 100 * report.diagnosis.own_share
+    return (
+        f"only {share:.0f} % of the text is the target's choice, on which a healthy drafter agrees badly too: measured "
+        "again, as shown, on what the target writes itself"
+    )
+
+
+def _measured(
+    report: Report,
+    source: Source,
+    drafter: Drafter,
+    wiring: Wiring,
+    question: Question | None,
+    passages: Sequence[Passage],
+    directory: Path,
+    console: Console,
+) -> Report:
+    """The report with what was found on these passages."""
     recording = record(source, drafter, passages, console)
     with console.status("scoring readings") as status:
         found, findings = judge(
@@ -174,52 +260,88 @@ def examine(options: argparse.Namespace, console: Console) -> Report:
             directory,
             progress=lambda done: status.update(f"scoring readings: {done}"),
         )
-    report = replace(
+    return replace(
         report,
-        undecided=undecided,
         num_positions=recording.num_roots,
         diagnosis=found,
         findings=tuple(findings),
-        causes=ranked_causes(found, findings, undecided),
+        causes=ranked_causes(found, findings, question),
         wiring=wiring.config.to_json() | {"d2t": wiring.d2t, "sources": dict(wiring.sources)},
     )
-    return replace(report, fixed=fix(report, directory, source, wiring, options)) if options.fix else report
 
 
-def _open(options: argparse.Namespace, directory: Path, source: Source) -> tuple[Drafter, Wiring, str | None]:
-    """The drafter as the user says. With --fix, a stated wiring that is stale or another target's is set aside."""
-    said = options.capture_convention, options.boundaries
-    try:
-        return open_undecided(directory, source, *said)
-    except ConfigError:
-        stated, aside = directory / FILE, directory / f"{FILE}.old"
-        if not options.fix or not stated.exists():
-            raise
-        stated.rename(aside)
-        try:
-            return open_undecided(directory, source, *said)
-        except ValueError:
-            aside.rename(stated)
-            raise
+def _own_words(error: ValueError) -> str:
+    """A refusal without the advice to run this command, which others give."""
+    return re.sub(r",? or let `minieagle doctor[^`]*` [a-z ]*it( anew)?", "", str(error))
 
 
 def open_undecided(
     directory: Path, source: Source, convention: Any = None, boundaries: Sequence[int] | None = None
-) -> tuple[Drafter, Wiring, str | None]:
-    """The drafter in float32, its wiring, and why some of that is a guess, to be measured: None when nothing is.
-    Raises ConfigError, CheckpointError or BoundaryError for what can't be loaded under any guess."""
+) -> tuple[Drafter, Wiring, Question | None]:
+    """The drafter in float32, its wiring, and what of that is a guess, to be measured: None when nothing is. A stated
+    wiring that is stale or another target's is set aside. Raises ConfigError, CheckpointError or BoundaryError for what
+    can't be loaded under any guess."""
     target = cast(Target, source)  # a drafter takes its config, place, embedding and head, which both kinds have
-    plain: dict[str, Any] = {"dtype": torch.float32, "max_positions": PASSAGE_TOKENS + 2 * NUM_STEPS}
+    said = {"convention": convention, "boundaries": boundaries}
+    stale: ConfigError | None = None
     try:
-        return *open_drafter(directory, target, convention=convention, boundaries=boundaries, **plain), None
-    except (BoundaryError, UndecidedError) as error:
-        said = {"convention": convention, "boundaries": boundaries}
-        for guess in _guesses(said, target.config.num_hidden_layers):
-            try:
-                return *open_drafter(directory, target, **guess, norm_output="head", **plain), str(error)
-            except BoundaryError:
-                continue
-        raise
+        return *_load(directory, target, read_wiring(directory, target.config, **said)), None
+    except ConfigError as error:
+        if (directory / FILE).exists():
+            stale = error
+            _check_stated(directory)
+        elif not isinstance(error, UndecidedError):
+            raise
+        refusal: ValueError = error
+    except BoundaryError as error:
+        refusal = error
+    if (directory / FILE).exists() and stale is None:
+        raise refusal  # what the user says contradicts a sound wiring.json
+    for guess in _guesses(said, target.config.num_hidden_layers):
+        try:
+            wiring, fields = _guessed(directory, target.config, guess, said)
+            return *_load(directory, target, wiring), Question(_own_words(refusal), fields)
+        except BoundaryError:
+            continue
+    raise refusal
+
+
+def _check_stated(directory: Path) -> None:
+    """Raises CheckpointError when the tensors are not those that a stated wiring asks for, which is worse than that it
+    is stale: whatever wiring is written, they can't be loaded."""
+    stated = read_json(directory / FILE).get("config")
+    try:
+        config = drafter_config(stated if isinstance(stated, dict) else {})
+    except ConfigError:
+        return  # damaged: the refusal says so
+    check_tensors(config, DrafterCheckpoint(directory))
+
+
+def _load(directory: Path, target: Target, wiring: Wiring) -> tuple[Drafter, Wiring]:
+    plain: dict[str, Any] = {"dtype": torch.float32, "max_positions": PASSAGE_TOKENS + 2 * NUM_STEPS}
+    return load_drafter(directory, target, config=wiring.config, d2t=wiring.d2t, **plain), wiring
+
+
+def _guessed(
+    directory: Path, target: TargetConfig, guess: dict[str, Any], said: dict[str, Any]
+) -> tuple[Wiring, tuple[str, ...]]:
+    """The wiring under a guess, whatever wiring.json says, and the fields that are guessed."""
+    fields = ("boundaries",) if guess != said else ()
+    try:
+        wiring = derive_wiring(directory, target, **guess)
+    except UndecidedError:
+        meaning = _plain_meaning(read_json(directory / "config.json"))
+        wiring = derive_wiring(directory, target, norm_output=meaning, **guess)
+        fields = (*fields, "norm_output", "norm_before_head")
+    check_fits(wiring.config, target)
+    return wiring, fields
+
+
+def _plain_meaning(raw: dict[str, Any]) -> NormOutput:
+    """The meaning of norm_output that makes a plain EAGLE-3 drafter, which most are: its own state is fed back as it
+    is, and the head reads the normed one."""
+    parts = [raw, *(raw.get(place) or {} for place in PLACES[1:])]
+    return "feedback" if any(part.get("norm_output") is False for part in parts) else "head"
 
 
 def _guesses(said: dict[str, Any], num_layers: int) -> Iterator[dict[str, Any]]:
@@ -253,7 +375,8 @@ def judge(
     source: Source, drafter: Drafter, wiring: Wiring, recording: Recording, directory: Path, **options: Any
 ) -> tuple[Diagnosis, list[Finding]]:
     """The grid's verdict, and the findings of the checks that need no grid. options: those of `diagnose`."""
-    setting = Setting(source.config, recording.boundaries, own_format=wiring.format == "minieagle")
+    own, stated = wiring.format == "minieagle", (directory / FILE).exists()
+    setting = Setting(source.config, recording.boundaries, own_format=own, stated=stated)
     found = diagnose(drafter, source, recording, Reading(config=drafter.config, d2t=wiring.d2t), setting, **options)
     weights: dict[str, torch.Tensor] = dict(drafter.named_parameters())
     if drafter.config.own_embeddings:
@@ -263,7 +386,7 @@ def judge(
         *check_weights(weights),
         *check_vocabulary(drafter, recording),
         *check_config(drafter.config, raw, source.config.max_position_embeddings),
-        *([] if found.is_healthy else check_fusion(drafter, recording)),
+        *([] if found.is_healthy or looks_untrained(weights) else check_fusion(drafter, recording)),
         *(Finding(False, note) for note in wiring.notes),
     ]
     if wiring.golden is not None and isinstance(source, Target):
@@ -273,31 +396,59 @@ def judge(
     return found, findings
 
 
-def ranked_causes(found: Diagnosis, findings: Sequence[Finding], undecided: str | None = None) -> tuple[Cause, ...]:
+def ranked_causes(found: Diagnosis, findings: Sequence[Finding], question: Question | None = None) -> tuple[Cause, ...]:
     """What was seen of the files and is decisive, then a measured mend, then what else was seen; where no reading
-    mends, the last two the other way round."""
+    mends, the last two the other way round. What the files leave open comes first, where it could be measured."""
     faults = [finding for finding in findings if finding.is_fault]
     decisive = [Cause(finding.sentence, finding.remedy) for finding in faults if finding.is_decisive]
     seen = [Cause(finding.sentence, finding.remedy) for finding in faults if not finding.is_decisive]
     measured = list(found.causes)
+    if not found.is_judged:
+        return tuple(decisive + measured)  # nor do the checks that look at how it agrees say anything
     causes = decisive + (measured + seen if measured and measured[0].result else seen + measured)
-    return (_undecided(found), *[c for c in causes if c.result is not found.best]) if undecided else tuple(causes)
+    if question is None or not is_mended(found.best):
+        return tuple(causes)
+    return (_answer(found, question), *[c for c in causes if c.result is not found.best])
 
 
-def _undecided(found: Diagnosis) -> Cause:
-    """That the drafter's files leave the boundaries open, and which are right by measurement."""
-    listed = " ".join(map(str, found.best.reading.config.boundaries))
-    remedy = next((cause.remedy for cause in found.causes if cause.result is found.best), f"pass --boundaries {listed}")
-    sentence = f"the drafter's files don't say which states it reads; measured: boundaries {listed}"
-    return Cause(sentence, remedy, found.best)
+def _answer(found: Diagnosis, question: Question) -> Cause:
+    """What the measurement says to a question, with all that the best reading changes."""
+    config, changes = found.best.reading.config, {change.aspect: change for change in found.best.changes}
+    said = [_field(name, getattr(config, name)) for name in question.fields]
+    others = [change.cause for aspect, change in changes.items() if aspect not in question.fields]
+    what = "don't say how it is wired" if question.fields else f"hold a {FILE} that is not theirs"
+    sentence = "; and ".join([f"measured: {', '.join(said)}"] * bool(said) + others)
+    remedy = "; and ".join(_remedies(list(changes.values()), config, question))
+    return Cause(f"the drafter's files {what}{'; ' + sentence if sentence else ''}", remedy, found.best)
 
 
-def fix(report: Report, directory: Path, source: Source, wiring: Wiring, options: argparse.Namespace) -> str | None:
+def _field(name: str, value: object) -> str:
+    if isinstance(value, tuple):
+        return f"{name} {' '.join(map(str, cast('tuple[int, ...]', value)))}"
+    return f"{name} {str(value).lower()}"
+
+
+def _remedies(changes: Sequence[Change], config: DrafterConfig, question: Question) -> list[str]:
+    """Only the boundaries can be said in other words than those of a wiring.json."""
+    if question.fields == ("boundaries",):
+        listed = " ".join(map(str, config.boundaries))
+        return [change.remedy for change in changes] or [f"pass --boundaries {listed}, or pass --fix"]
+    weights = [change.remedy for change in changes if not change.expressible]
+    return [*weights, f"pass --fix, which states all of it in its {FILE}"]
+
+
+def fix(
+    report: Report,
+    directory: Path,
+    source: Source,
+    wiring: Wiring,
+    question: Question | None,
+    options: argparse.Namespace,
+) -> str | None:
     """Write the likeliest wiring beside the weights and prove that it loads; returns what was written, or None where
     the fault is none of wiring or where a stated wiring is right. One that is wrong is replaced."""
     assert report.diagnosis is not None, "a refused drafter is reported before"
-    path = directory / FILE
-    best = next((cause.result for cause in report.causes if cause.result), report.diagnosis.base)
+    path, best = directory / FILE, report.diagnosis.best
     mends = all(change.expressible for change in best.changes) and all(cause.result for cause in report.causes)
     if not mends or (path.exists() and not report.causes):
         return None
@@ -309,8 +460,8 @@ def fix(report: Report, directory: Path, source: Source, wiring: Wiring, options
         tokenizer=tokenizer_fingerprint(model_directory(options)),
         d2t=best.reading.d2t,
         position_base=wiring.position_base,
-        source="measured by minieagle doctor",
     )
+    made = replace(made, sources=_sources(report.diagnosis, wiring, question))
     write_wiring(directory, made)
     try:
         drafter, _ = open_drafter(directory, cast(Target, source), max_positions=PASSAGE_TOKENS)
@@ -322,28 +473,52 @@ def fix(report: Report, directory: Path, source: Source, wiring: Wiring, options
     return f"{path} now states {best.name}"
 
 
+def _sources(found: Diagnosis, wiring: Wiring, question: Question | None) -> dict[str, str]:
+    """Where each field of the best reading comes from: measured is only what was changed or asked. A field whose other
+    reading can't be told from this one is only the likelier one."""
+    best = found.best.reading.config
+    changed = {name for name in best.__dataclass_fields__ if getattr(best, name) != getattr(wiring.config, name)}
+    rivals = {
+        name
+        for result in found.alike
+        for name in best.__dataclass_fields__
+        if getattr(best, name) != getattr(result.reading.config, name)
+    }
+    asked = changed | set(question.fields if question else ())
+    stamps = {name: f"likelier, {STAMP}, but not surely" if name in rivals else STAMP for name in asked}
+    return {name: wiring.sources.get(name, "default") for name in best.__dataclass_fields__} | stamps
+
+
 def _show(report: Report, console: Console) -> None:
     if report.refusal is not None:
         console.print(f"refused: {report.refusal}", markup=False, soft_wrap=True)
         return
     assert report.diagnosis is not None, "what is not refused was measured"
     console.print(table(report.diagnosis))
-    for line in lines(report):
-        console.print(line, markup=False, soft_wrap=True)
+    for line in (*[f"- {note}" for note in NOTES], *lines(report)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def table(found: Diagnosis, limit: int = 16) -> Table:
-    """The best readings, and the drafter as it is wired wherever it ranks."""
-    shown = Table("reading", "tokens per step", "gain", "by depth", "log-probability")
-    ranked = [r for i, r in enumerate(found.results) if i < limit or r is found.base]
+    """The best readings, and the drafter as it is wired wherever it ranks; 80 columns hold it."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    shown.add_column("reading", overflow="fold", ratio=1)
+    for title in ("tokens\nper step", "gain", "agreement by\ndepth, %", "log-prob-\nability"):
+        shown.add_column(title, justify="right", no_wrap=True)
+    ranked = [r for i, r in enumerate(found.results) if i < limit or r in (found.base, found.best)]
     for result in ranked:
-        gain = "" if result is found.base else f"{result.gain.mean:+.3f} +- {result.gain.error:.3f}"
-        figures = (f"{found.base.score.tokens_per_step + result.gain.mean:.3f}", gain)
-        depths = " ".join(f"{rate:.2f}" for rate in result.score.rates)
-        style = "bold" if result is found.base else None
+        gain = "" if result is found.base else f"{result.gain.mean:+.2f} +- {result.gain.error:.2f}"
+        figures = (f"{found.base.score.tokens_per_step + result.gain.mean:.2f}", gain)
+        depths = " ".join(f"{100 * rate:2.0f}" for rate in result.score.rates)
         log_prob = f"{found.base.score.log_prob + result.nats.mean:.2f}"
-        shown.add_row(result.name, *figures, depths, log_prob, style=style)
+        style = "bold" if result in (found.base, found.best) else "dim" if result.ruled_out else None
+        shown.add_row(_label(result, found), *figures, depths, log_prob, style=style)
     return shown
+
+
+def _label(result: Result, found: Diagnosis) -> str:
+    likeliest = " (likeliest)" if result is found.best and result is not found.base else ""
+    return result.name + likeliest + (" (ruled out)" if result.ruled_out else "")
 
 
 def lines(report: Report) -> list[str]:
@@ -351,6 +526,7 @@ def lines(report: Report) -> list[str]:
     found = report.diagnosis
     assert found is not None, "what is not refused was measured"
     said = [f"{len(found.results)} readings, {report.num_positions} positions"]
+    said += [f"note: {note}" for note in (*report.notes, *_remarks(found))]
     said += [f"note: {finding.sentence}" for finding in report.findings if not finding.is_fault]
     if report.undecided:
         said.append(f"undecided: {report.undecided}")
@@ -359,6 +535,18 @@ def lines(report: Report) -> list[str]:
         said.append(f"can't be told from {found.best.name!r} by this text: {', '.join(r.name for r in found.alike)}")
     said += [f"fixed: {report.fixed}"] if report.fixed else []
     return said if report.causes else [*said, "healthy: no other reading surely agrees better with the target"]
+
+
+def _remarks(found: Diagnosis) -> list[str]:
+    """What the ranking of the table doesn't say by itself."""
+    said = [f"ruled out: {reason}" for reason in sorted({r.ruled_out for r in found.results if r.ruled_out})]
+    if found.suspect:
+        nats, gain = found.suspect.nats, found.suspect.gain
+        said.append(
+            f"{found.suspect.name!r} makes the target's choices more probable ({nats.mean:+.3f} +- {nats.error:.3f} "
+            f"nats), but gains too few tokens per step ({gain.mean:+.2f} +- {gain.error:.2f}) to be a cause"
+        )
+    return said
 
 
 def _line(cause: Cause, index: int) -> str:

@@ -30,6 +30,7 @@ svg text { font: 12px system-ui, sans-serif } .fault, .refused { color: #a00 } .
 {% endfor %}</ol>{% endif %}
 {% if report.alike %}<p>Can't be told from "{{ report.best }}" by this text: {{ report.alike | join(", ") }}</p>
 {% endif %}
+{% for note in report.notes %}<p>{{ note }}</p>{% endfor %}
 {% if report.findings %}<h2>Seen</h2><ul>
 {% for finding in report.findings %}<li{% if finding.is_fault %} class="fault"{% endif %}>{{ finding.sentence }}</li>
 {% endfor %}</ul>{% endif %}
@@ -40,7 +41,10 @@ svg text { font: 12px system-ui, sans-serif } .fault, .refused { color: #a00 } .
 {% endfor %}<text x="{{ left + num_depths * cell + 10 }}" y="14">gain, tokens per step</text>
 {% for reading in report.readings %}{% set y = row * (loop.index0 + 1) %}
 <text x="{{ left - 8 }}" y="{{ y + 14 }}" text-anchor="end"
-{%- if reading.reading == "as wired" %} font-weight="bold"{% endif %}>{{ reading.reading | truncate(52) }}</text>
+{%- if reading.reading == "as wired" %} font-weight="bold"{% endif %}
+{%- if reading.ruled_out %} opacity="0.5"{% endif %}>
+{{- reading.reading | truncate(52) }}
+{%- if reading.ruled_out %}<title>ruled out: {{ reading.ruled_out }}</title>{% endif %}</text>
 {% for rate in reading.agreement_by_depth %}{% set x = left + loop.index0 * cell %}
 <rect x="{{ x }}" y="{{ y }}" width="{{ cell - 1 }}" height="{{ row - 1 }}"
  fill="hsl({{ (rate * 130) | round | int }}, 60%, 72%)"></rect>

@@ -25,6 +25,8 @@ POWER_STEPS = 30
 RANDOM_EDGE = 1.1
 """Largest singular value over that of a random matrix of this shape and spread (Marchenko and Pastur): within 3 % of 1
 for a draw of at least 64 rows; a trained matrix has directions that stand out."""
+NEAR_ONE = 0.02
+"""How far a norm's weights are from where they begin after a few updates; training moves some by 0.1 and more."""
 LOW_COVERAGE = 0.7
 """Published reduced vocabularies of 32,000 cover 95 % and more of a chat's tokens."""
 
@@ -54,11 +56,31 @@ def check_weights(weights: Mapping[str, Tensor]) -> Iterator[Finding]:
         most = 2 * len(drawn) >= len(matrices)  # one alone may be a layer that training hardly needed
         sentence = f"{', '.join(drawn)} looks untrained: the spectrum is that of random numbers"
         yield Finding(most, sentence, again, most)
-    norms = [name for name, tensor in weights.items() if tensor.dim() == 1]
+    norms = _norms(weights)
+    if looks_unmoved(weights) and not all(bool((weights[name] == 1).all()) for name in norms):
+        sentence = f"all norms are within {NEAR_ONE} of 1, where training begins: it has hardly been trained"
+        yield Finding(False, sentence)
     ones = [name for name in norms if bool((weights[name] == 1).all())]
     if ones:
         whole = len(ones) == len(norms)
         yield Finding(whole, f"{', '.join(ones)}: all ones, as before training", again, whole)
+
+
+def _norms(weights: Mapping[str, Tensor]) -> list[str]:
+    return [name for name, tensor in weights.items() if tensor.dim() == 1]
+
+
+def looks_unmoved(weights: Mapping[str, Tensor]) -> bool:
+    """Whether all norms are about where training begins."""
+    norms = _norms(weights)
+    return bool(norms) and all(bool(((weights[name] - 1).abs() <= NEAR_ONE).all()) for name in norms)
+
+
+def looks_untrained(weights: Mapping[str, Tensor]) -> bool:
+    """Whether the fusion layer or all norms are as they were drawn: what such a drafter doesn't know of its target was
+    never taught, and says nothing about which target it is."""
+    fused = [tensor for name, tensor in weights.items() if name.startswith("fc.") and tensor.dim() == 2]
+    return looks_unmoved(weights) or any(map(looks_random, fused))
 
 
 def looks_random(matrix: Tensor) -> bool:

@@ -12,21 +12,23 @@ SpecForge, SGLang, vLLM, TorchSpec, speculators, TensorRT-LLM).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import permutations
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from minieagle.models.config import TargetConfig
+from minieagle.models.config import TargetConfig, Yarn
 from minieagle.models.deepseek import Target
 from minieagle.models.draft_vocabulary import KINDS
 from minieagle.models.drafter_config import DrafterConfig
 from minieagle.models.eagle3 import Drafter
 from minieagle.models.rope import RotaryTable
 from minieagle.spec.boundary import default_inputs
+from minieagle.spec.formats import FIELDS
 from minieagle.spec.observe import Source
 
 
@@ -36,8 +38,8 @@ class Reading:
 
     d2t: what that table is taken for (D2T). token_shift: row t is fed the token at t + 1 + token_shift. state_shift: it
     is fed the states of position t + state_shift. num_ranks: captured states hold the last layer's share of one of so
-    many ranks (a deferred all-reduce). scale: captured states are multiplied by it. The swaps exchange the two halves
-    of the first layer's input, and the norms before them. target_head: the target's rows in place of lm_head.
+    many ranks (a deferred all-reduce). scale: captured states are multiplied by it. swaps: which of SWAPS is made.
+    target_head: the target's rows in place of lm_head.
     """
 
     config: DrafterConfig
@@ -46,8 +48,7 @@ class Reading:
     state_shift: int = 0
     num_ranks: int = 1
     scale: float = 1.0
-    swapped_halves: bool = False
-    swapped_norms: bool = False
+    swaps: frozenset[str] = frozenset()
     target_head: bool = False
 
     @property
@@ -72,12 +73,22 @@ class Change:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the grid may draw on: the target's config, the boundaries whose states were recorded, and whose config the
-    drafter has (a minieagle config states its boundaries, others list layer ids)."""
+    """What the grid may draw on: the target's config and the boundaries whose states were recorded; and where a remedy
+    must go to be read: own_format, a minieagle config states every field, others a few, and layer ids for boundaries;
+    stated, there is a wiring.json, which is read instead of config.json."""
 
     target: TargetConfig
     recorded: tuple[int, ...]
     own_format: bool = True
+    stated: bool = False
+
+    def remedy(self, field: str, value: str) -> str:
+        """How to say a field of DrafterConfig where it is read. value: as JSON."""
+        if self.stated:
+            return f'pass --fix, or put "{field}": {value} in its wiring.json, which is read instead of config.json'
+        if self.own_format or field in FOREIGN:
+            return f'"{field}": {value} in its config.json, {FIX}'
+        return "pass --fix: only a wiring.json can state that"
 
 
 # What the table d2t may hold, and the target's ids that it then means; raw: [W] int64 as stored.
@@ -111,10 +122,32 @@ FLAGS: tuple[tuple[str, str | None, str], ...] = (
     ("qk_norm", None, "queries and keys are normed, but were trained without these norms"),
 )
 
+# Parts of equal shape, which no check of shapes tells apart: what they look like exchanged, and the remedy.
+SWAPS: dict[str, tuple[str, str]] = {
+    "input halves": (
+        "the first layer's input is read as [embedding ; state], but was trained the other way round",
+        "exchange the two halves of the columns of q, k and v",
+    ),
+    "input norms": (
+        "input_layernorm and hidden_norm are exchanged: the first norms the embedding, the second the state",
+        "exchange these two tensors in the checkpoint",
+    ),
+    "gate and up": (
+        "gate_proj and up_proj are exchanged: the first goes through the activation",
+        "exchange these two tensors in the checkpoint",
+    ),
+    "keys and values": (
+        "k_proj and v_proj are exchanged: the first makes what queries are compared with",
+        "exchange these two tensors in the checkpoint",
+    ),
+}
+
 # RoPE bases that published drafters and targets have: llama 2, Kimi, llama 3, qwen.
 THETAS = (10_000.0, 50_000.0, 500_000.0, 1_000_000.0)
 NUM_RANKS = (1, 2, 8)
 FIX = "or pass --fix"
+FOREIGN = {field.name for field in FIELDS} | {"rope_theta"}
+"""Fields that are read from other projects' config.json by these names."""
 
 
 def boundaries_needed(config: DrafterConfig, num_layers: int) -> tuple[int, ...]:
@@ -149,14 +182,13 @@ def _boundaries(reading: Reading, setting: Setting) -> Iterator[Change]:
         if new in seen or not set(new) <= set(setting.recorded) or len(set(new)) < len(new):
             continue
         seen.add(new)
-        state = f"state boundaries [{', '.join(map(str, new))}] in its config.json, {FIX}"
-        remedy = state if setting.own_format else f"pass --boundaries {_listed(new)}, {FIX}"
-        if convention and not setting.own_format:
-            remedy = f"pass --capture-convention {convention}, {FIX}"
+        said = f"--capture-convention {convention}" if convention else f"--boundaries {_listed(new)}"
+        plain = setting.own_format or setting.stated
+        remedy = setting.remedy("boundaries", str(list(new))) if plain else f"pass {said}, {FIX}"
         changed = _with(reading, boundaries=new, last_state=_last_state(reading, new, setting))
         yield Change("boundaries", _listed(new), changed, cause, remedy)
     if setting.target.num_hidden_layers in now:
-        yield _other_last_state(reading)
+        yield _other_last_state(reading, setting)
 
 
 def _last_state(reading: Reading, boundaries: tuple[int, ...], setting: Setting) -> str:
@@ -180,20 +212,20 @@ def _lists(now: tuple[int, ...], setting: Setting) -> Iterator[tuple[tuple[int, 
             yield (*now[:tap], b, *now[tap + 1 :]), cause, ""
 
 
-def _other_last_state(reading: Reading) -> Change:
+def _other_last_state(reading: Reading, setting: Setting) -> Change:
     now = reading.config.last_state
     new = "post-norm" if now == "pre-norm" else "pre-norm"
     cause = f"the last layer's output is read {now} but was trained {new}, as transformers' output_hidden_states has it"
-    remedy = f'"last_state": "{new}" in the config, {FIX}'
+    remedy = setting.remedy("last_state", f'"{new}"')
     return Change("last state", new, _with(reading, last_state=new), cause, remedy)
 
 
-def _flags(reading: Reading, _: Setting) -> Iterator[Change]:
+def _flags(reading: Reading, setting: Setting) -> Iterator[Change]:
     for name, on, off in FLAGS:
         now = bool(getattr(reading.config, name))
         cause = off if now else on
         if cause is not None:
-            remedy = f'"{name}": {str(not now).lower()} in the config, {FIX}'
+            remedy = setting.remedy(name, str(not now).lower())
             yield Change(name, str(not now).lower(), _with(reading, **{name: not now}), cause, remedy)
 
 
@@ -201,19 +233,26 @@ def _rope(reading: Reading, setting: Setting) -> Iterator[Change]:
     config, target = reading.config, setting.target
     style = "interleaved" if config.rope_style == "half" else "half"
     cause = f"RoPE rotates {config.rope_style} pairs, but it was trained with {style} ones"
-    remedy = f'"rope_style": "{style}" in the config, {FIX}'
+    remedy = setting.remedy("rope_style", f'"{style}"')
     yield Change("rope_style", style, _with(reading, rope_style=style), cause, remedy)
     for theta in sorted({*THETAS, float(target.rope_theta)} - {float(config.rope_theta)}):
         cause = f"RoPE's base is read as {config.rope_theta:g}, but it was trained with {theta:g}"
-        remedy = f'"rope_theta": {theta:g} in the config, {FIX}'
+        remedy = setting.remedy("rope_theta", f"{theta:.1f}")
         yield Change("rope_theta", f"{theta:g}", _with(reading, rope_theta=theta), cause, remedy)
     if config.yarn is not None:
         cause = "RoPE is scaled by YaRN, but it was trained without"
-        yield Change("yarn", "off", _with(reading, yarn=None), cause, f'"yarn": null in the config, {FIX}')
+        yield Change("yarn", "off", _with(reading, yarn=None), cause, _yarn_remedy(setting, None))
     if target.yarn not in (None, config.yarn):
         cause = "RoPE is not scaled as the target's, but it was trained with the target's YaRN"
-        remedy = f"the target's rope_scaling in the drafter's config, {FIX}"
+        remedy = _yarn_remedy(setting, target.yarn)
         yield Change("yarn", "the target's", _with(reading, yarn=target.yarn), cause, remedy)
+
+
+def _yarn_remedy(setting: Setting, yarn: Yarn | None) -> str:
+    if setting.own_format or setting.stated:
+        return setting.remedy("yarn", json.dumps(yarn and asdict(yarn)))
+    kind = "no" if yarn is None else "the target's"
+    return f"{kind} rope_scaling in its config.json, {FIX}"
 
 
 def _shifts(reading: Reading, _: Setting) -> Iterator[Change]:
@@ -248,14 +287,9 @@ def _weights(reading: Reading, _: Setting) -> Iterator[Change]:
         cause = "lm_head's rows are not those of the tokens that d2t names: the target's own rows fit better"
         remedy = "export lm_head again, row i for the token i + d2t[i]"
         yield Change("lm_head", "the target's", replace(reading, target_head=True), cause, remedy, False)
-    cause = "the first layer's input is read as [embedding ; state], but was trained the other way round"
-    remedy = "exchange the two halves of the columns of q, k and v"
-    swapped = replace(reading, swapped_halves=not reading.swapped_halves)
-    yield Change("input halves", "swapped", swapped, cause, remedy, False)
-    cause = "input_layernorm and hidden_norm are exchanged: the first norms the embedding, the second the state"
-    remedy = "exchange these two tensors in the checkpoint"
-    swapped = replace(reading, swapped_norms=not reading.swapped_norms)
-    yield Change("input norms", "swapped", swapped, cause, remedy, False)
+    for name, (cause, remedy) in SWAPS.items():
+        swapped = replace(reading, swaps=reading.swaps ^ {name})
+        yield Change(name, "swapped" if name in swapped.swaps else "as stored", swapped, cause, remedy, False)
 
 
 def _capture(reading: Reading, setting: Setting) -> Iterator[Change]:
@@ -287,12 +321,8 @@ def reread(drafter: Drafter, target: Source, original: Reading, reading: Reading
     with torch.device("meta"):
         variant = Drafter(reading.config)
     weights = dict(drafter.state_dict())
-    if reading.swapped_norms != original.swapped_norms:
-        names = ("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight")
-        weights[names[0]], weights[names[1]] = weights[names[1]], weights[names[0]]
-    if reading.swapped_halves != original.swapped_halves:
-        name = next(n for n in weights if n in ("midlayer.attention.qkv.weight", "midlayer.attention.qkv_a.weight"))
-        weights[name] = weights[name].roll(reading.config.hidden_size, dims=1)
+    for name in reading.swaps ^ original.swaps:
+        _exchange(weights, name, reading.config)
     variant.target_ids = _target_ids(drafter.target_ids, original.d2t, reading)
     if reading.target_head:
         rows = target.lm_head.dense_weight()[variant.target_ids]
@@ -305,6 +335,26 @@ def reread(drafter: Drafter, target: Source, original: Reading, reading: Reading
     variant.embed_tokens = drafter.embed_tokens
     variant.borrow(cast(Target, target))  # a streamed target has all that is borrowed
     return variant.eval()
+
+
+def _exchange(weights: dict[str, Tensor], what: str, config: DrafterConfig) -> None:
+    """Make one of SWAPS, in every layer that has the parts. The swaps commute."""
+    norms = ("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight")
+    if what == "input norms":
+        weights.update(zip(norms, [weights[name] for name in reversed(norms)], strict=True))
+    elif what == "input halves":
+        name = next(n for n in weights if n in ("midlayer.attention.qkv.weight", "midlayer.attention.qkv_a.weight"))
+        weights[name] = weights[name].roll(config.hidden_size, dims=1)
+    elif what == "gate and up":
+        for name in [name for name in weights if name.endswith("mlp.gate_up.weight")]:
+            weights[name] = torch.cat(weights[name].chunk(2)[::-1])
+    elif config.latent is None:
+        heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
+        for name in [name for name in weights if name.endswith("attention.qkv.weight")]:
+            q, k, v = weights[name].split([count * config.head_dim for count in heads])
+            weights[name] = torch.cat((q, v, k))
+    else:
+        raise Unreadable("latent attention has no keys and values of equal shape")
 
 
 def _target_ids(now: Tensor, kind: str, reading: Reading) -> Tensor:

@@ -38,7 +38,7 @@ from minieagle.spec.doctor import (
     diagnose,
     score,
 )
-from minieagle.spec.hypotheses import D2T, Reading, Setting, Unreadable, boundaries_needed, grid, reread
+from minieagle.spec.hypotheses import D2T, SWAPS, Reading, Setting, Unreadable, boundaries_needed, grid, reread
 from minieagle.spec.observe import observe_texts
 from minieagle.spec.walk import walk
 from minieagle.spec.wiring import FILE, Wiring, open_drafter, read_wiring, write_wiring
@@ -172,7 +172,7 @@ def test_the_grid_has_every_aspect():
     aspects = {change.aspect for change in grid(wired(), setting())}
     assert aspects >= {
         *("boundaries", "last state", "norm_output", "norm_before_residual", "rope_style", "rope_theta", "yarn"),
-        *("tokens", "states", "d2t", "lm_head", "input halves", "input norms", "capture", "scale"),
+        *("tokens", "states", "d2t", "lm_head", "capture", "scale", *SWAPS),
     }
 
 
@@ -355,7 +355,7 @@ def test_a_refused_drafter_exits_with_1_and_says_why(tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize("name", ["layer ids without convention", "no ids at all"])
 def test_undecided_boundaries_are_measured_and_a_fault(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert diagnosis.run(options("--drafter", str(faulty(name, tmp_path)))) == 1
-    assert "don't say which states it reads" in capsys.readouterr().out
+    assert "undecided: " in capsys.readouterr().out
 
 
 def test_outputs_taken_for_inputs_are_told_in_the_users_words(tmp_path: Path):
@@ -372,7 +372,7 @@ def test_a_flag_of_two_meanings_is_read_one_way_and_left_to_the_grid(tmp_path: P
     (directory / "config.json").write_text(json.dumps(config))
     for said in ((None, None), ("out", None), (None, [2, 5, 8])):
         _, wiring, undecided = diagnosis.open_undecided(directory, target(), *said)
-        assert undecided is not None and "norm_output=True" in undecided
+        assert undecided is not None and "norm_output=True" in undecided.why and "doctor" not in undecided.why
         assert wiring.config.norm_before_head and not wiring.config.norm_output
 
 
@@ -420,7 +420,7 @@ def test_fix_writes_a_contract_that_loads(tmp_path: Path):
     drafter, wiring = open_drafter(directory, target(), dtype=torch.float32, max_positions=512)
     found, findings = judge(target(), drafter, wiring, recording(), directory, max_changes=1)
     report = Report(model="t", drafter="d", diagnosis=found, causes=ranked_causes(found, findings))
-    assert diagnosis.fix(report, directory, target(), wiring, options()) is not None
+    assert diagnosis.fix(report, directory, target(), wiring, None, options()) is not None
     stated = read_wiring(directory, target().config)
     assert stated.config.norm_output is False and stated.golden is not None
 
@@ -438,5 +438,5 @@ def test_fix_replaces_a_stale_contract(tmp_path: Path):
 def test_fix_leaves_alone_what_no_wiring_mends(tmp_path: Path):
     found, report = healthy()
     report = replace(report, causes=ranked_causes(found, list(check_weights({"o": torch.zeros(2, 2)}))))
-    assert diagnosis.fix(report, tmp_path, target(), loaded()[1], options()) is None
+    assert diagnosis.fix(report, tmp_path, target(), loaded()[1], None, options()) is None
     assert not (tmp_path / FILE).exists()
