@@ -196,6 +196,12 @@ def _render(
     try:
         rendered = markup.template.render(variables)
     except TemplateFault as fault:
+        if fault.broken:
+            raise RequestError(
+                f"messages: the chat template in {markup.template.where} can't be used: {guard.clear(str(fault))}; "
+                "mend it, or send a plain prompt",
+                param="messages",
+            ) from None
         raise RequestError(
             f"messages: the chat template refuses this conversation: {guard.clear(str(fault))}; change the order, the "
             "roles or the fields of the messages",

@@ -78,7 +78,12 @@ class Guard:
 
     def clear(self, rendered: str) -> str:
         """`rendered` with the caller's characters back and the wrapping gone."""
-        return self._marks.sub(lambda mark: chr(int(mark[2])) if mark[1] == _CHAR else "", rendered)
+        return self._marks.sub(self._cleared, rendered)
+
+    def _cleared(self, mark: re.Match[str]) -> str:
+        """A character that was replaced; none for a number that a template made up of the one it saw."""
+        char = int(mark[2])
+        return chr(char) if mark[1] == _CHAR and char in self._replaced else ""
 
     def _mark(self, kind: str, number: int) -> str:
         return f"{self._secret}{kind}{number:07d}"

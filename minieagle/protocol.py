@@ -126,7 +126,7 @@ def parse_chat(raw: bytes, tokenizer: Tokenizer, max_context_tokens: int) -> Cal
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs=true; add it", param="top_logprobs")
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    prompt = tokenizer.encode_chat(body.messages)
+    prompt = tokenizer.encode_chat(body.messages, max_context_tokens=max_context_tokens)
     params = _params(body, tokenizer, _chat_max_tokens(body, max_context_tokens - len(prompt)), num_logprobs)
     return _call(body, [prompt], params, max_context_tokens, is_chat=True)
 
@@ -134,7 +134,7 @@ def parse_chat(raw: bytes, tokenizer: Tokenizer, max_context_tokens: int) -> Cal
 def parse_completion(raw: bytes, tokenizer: Tokenizer, max_context_tokens: int) -> Call:
     """The call that the body `raw` of /v1/completions asks for; RequestError naming the field at fault."""
     body = _validate(CompletionBody, raw)
-    prompts = _prompts(body.prompt, tokenizer)
+    prompts = _prompts(body.prompt, tokenizer, max_context_tokens)
     params = _params(body, tokenizer, _given(body.max_tokens, COMPLETION_MAX_TOKENS), body.logprobs)
     return _call(body, prompts, params, max_context_tokens, is_chat=False)
 
@@ -221,7 +221,7 @@ def _chat_max_tokens(body: ChatBody, room: int) -> int:
     return _given(new, _given(old, max(room, 1)))
 
 
-def _prompts(prompt: object, tokenizer: Tokenizer) -> list[list[int]]:
+def _prompts(prompt: object, tokenizer: Tokenizer, max_context_tokens: int) -> list[list[int]]:
     """One list of token ids for each prompt: text, token ids, or a list of either."""
     if isinstance(prompt, str) or _is_ids(prompt):
         prompt = [prompt]
@@ -229,12 +229,12 @@ def _prompts(prompt: object, tokenizer: Tokenizer) -> list[list[int]]:
         raise RequestError(
             f"prompt must be text, token ids, or a list of 1 to {MAX_PROMPTS} of either; split it", param="prompt"
         )
-    return [_prompt_ids(one, tokenizer) for one in prompt]
+    return [_prompt_ids(one, tokenizer, max_context_tokens) for one in prompt]
 
 
-def _prompt_ids(prompt: object, tokenizer: Tokenizer) -> list[int]:
+def _prompt_ids(prompt: object, tokenizer: Tokenizer, max_context_tokens: int) -> list[int]:
     if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
+        return tokenizer.encode(prompt, max_context_tokens=max_context_tokens)
     if not isinstance(prompt, list) or (prompt and not _is_ids(prompt)):
         raise RequestError(f"prompt={prompt!r:.80} must be text or a list of token ids", param="prompt")
     _check_ids(prompt, tokenizer, "prompt")

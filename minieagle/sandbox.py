@@ -6,7 +6,8 @@ can: a timer on the processor time ends the process, and an address limit turns 
 lives here, so nothing else is lost.
 
 One line of JSON in, one out. {"template"} asks for the names that the template reads: {"reads": [...]}. With
-{"variables"} it asks for the text: {"text"}. A fault is {"error": what to tell the user}.
+{"variables"} it asks for the text: {"text"}. A fault is {"error": what to tell the user, "broken": whether the template
+is at fault whatever the conversation}.
 
 Source: the conventions of Hugging Face chat templates (trimmed blocks, `tojson` without HTML escapes,
 `raise_exception`, `strftime_now`, loop controls, the `generation` block that marks the assistant's text for training).
@@ -25,12 +26,16 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 # A conversation that fills a context of 256k tokens takes under a tenth of each.
 MAX_CPU_S: Final = 1.0
 MAX_MEMORY_BYTES: Final = 512 << 20
 MAX_TEXT_CHARS: Final = 32 << 20
+
+
+class _TooLong(Exception):
+    """The text that a template makes exceeds the bound."""
 
 
 class _Generation(Extension):
@@ -70,12 +75,16 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
             return {"text": _joined(template.generate(request["variables"]))}
         return {"reads": sorted(meta.find_undeclared_variables(_ENVIRONMENT.parse(request["template"])))}
     except MemoryError:
-        return {"error": f"it needs more than {MAX_MEMORY_BYTES >> 20} MiB"}
+        return {"error": f"it needs more than {MAX_MEMORY_BYTES >> 20} MiB", "broken": True}
     except jinja2.TemplateSyntaxError as error:
-        return {"error": f"it is not valid Jinja: {error}"}
+        return {"error": f"it is not valid Jinja: {error}", "broken": True}
+    except (_TooLong, SecurityError) as error:
+        return {"error": str(error), "broken": True}
     except jinja2.TemplateError as error:
         return {"error": str(error)}
-    except Exception as error:  # whatever a template can provoke: a division by zero, a key that a message lacks
+    except (ArithmeticError, RecursionError) as error:  # a range too long is an OverflowError
+        return {"error": f"{type(error).__name__}: {error}", "broken": True}
+    except Exception as error:  # whatever a template can provoke: a wrong type, a key that a message lacks
         return {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -85,7 +94,7 @@ def _joined(pieces: Iterable[str]) -> str:
     for piece in pieces:
         num_chars += len(piece)
         if num_chars > MAX_TEXT_CHARS:
-            raise jinja2.TemplateError(f"its text exceeds {MAX_TEXT_CHARS} characters")
+            raise _TooLong(f"its text exceeds {MAX_TEXT_CHARS} characters")
         kept.append(piece)
     return "".join(kept)
 

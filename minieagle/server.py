@@ -35,6 +35,8 @@ from minieagle.tokenizer import Tokenizer
 
 MAX_BODY_BYTES: Final = 4 * 2**20
 DRAIN_S: Final = 25.0  # torchrun kills its workers 30 s after it passes a SIGTERM on
+# Bodies that are parsed and tokenised at once: more would take each other's time, and 100 times their size in memory.
+MAX_PARSING: Final = 2
 KEEP_ALIVE_S: Final = 15.0  # proxies cut a silent connection after 60 s
 _SSE_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _Parser = Callable[[bytes, Tokenizer, int], Call]
@@ -50,11 +52,13 @@ def create_app(
     """The application over a running `front`, which answers to any of `served_model_names`."""
     app = FastAPI(title="minieagle", docs_url=None, redoc_url=None, openapi_url=None)
     models = [_model(front.engine, name) for name in served_model_names]
+    parsing = asyncio.Semaphore(MAX_PARSING)
 
     async def answer(http: Request, parse: _Parser) -> Response:
         raw = await _read_body(http, max_body_bytes)
         engine = front.engine
-        call = await asyncio.to_thread(parse, raw, engine.tokenizer, engine.max_context_tokens)
+        async with parsing:
+            call = await asyncio.to_thread(parse, raw, engine.tokenizer, engine.max_context_tokens)
         _check_model(call.model, served_model_names)
         reply = Answer(call, call.model or served_model_names[0], engine.tokenizer)
         if not call.stream:

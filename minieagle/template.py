@@ -8,6 +8,7 @@ process serves all templates; it starts with the first one (a tenth of a second)
 import atexit
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,20 +21,27 @@ from minieagle.errors import ModelError
 
 MAX_TEMPLATE_CHARS: Final = 1 << 20  # the longest that are published have 20 thousand
 _MAX_CAUSE_CHARS: Final = 400
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 class TemplateFault(Exception):
-    """A template failed on its variables, or was stopped; the text says why. `Template`'s callers put it in words."""
+    """A template failed on its variables, or was stopped; the text says why. `broken`: it would on any others too, as
+    far as can be told. `Template`'s callers put it in words."""
+
+    def __init__(self, cause: str, *, broken: bool = False) -> None:
+        super().__init__(_printable(cause)[:_MAX_CAUSE_CHARS])
+        self.broken = broken
 
 
 class Template:
-    """A chat template that compiles. Immutable; `reads` are the names of the variables that it uses."""
+    """A chat template that compiles. Immutable; `reads` are the names of the variables that it uses, `where` names its
+    file."""
 
     def __init__(self, source: str, where: str) -> None:
         """`where` names the file; ModelError naming it when the template is too long or does not compile."""
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ModelError(f"{where} has {len(source)} characters, more than {MAX_TEMPLATE_CHARS}; copy it again")
-        self._source = source
+        self._source, self.where = source, where
         try:
             self.reads = frozenset(_SANDBOX.ask({"template": source})["reads"])
         except TemplateFault as fault:
@@ -45,7 +53,13 @@ class Template:
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The template's text for `variables`, which must be JSON. Raises TemplateFault."""
-        return _SANDBOX.ask({"template": self._source, "variables": variables})["text"]
+        text: str = _SANDBOX.ask({"template": self._source, "variables": variables})["text"]
+        surrogate = _SURROGATE.search(text)
+        if surrogate is not None:  # JSON has words for it, UTF-8 has none
+            raise TemplateFault(
+                f"it makes the lone surrogate U+{ord(surrogate[0]):04X}, which is not text", broken=True
+            )
+        return text
 
 
 class _Sandbox:
@@ -64,10 +78,10 @@ class _Sandbox:
             if not reply.endswith(b"\n"):
                 self._process = None
                 process.communicate()
-                raise TemplateFault(_cause_of_end(process.returncode))
+                raise TemplateFault(_cause_of_end(process.returncode), broken=True)
         answer = json.loads(reply)
         if "error" in answer:
-            raise TemplateFault(answer["error"][:_MAX_CAUSE_CHARS])
+            raise TemplateFault(answer["error"], broken=answer.get("broken", False))
         return answer
 
     def stop(self) -> None:
@@ -88,6 +102,11 @@ class _Sandbox:
         )
         self._owner = os.getpid()
         return self._process
+
+
+def _printable(text: str) -> str:
+    """What may be shown in a terminal: a template's text could hold commands for it, or end the line of a log."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from minieagle.chat import Chat, Conversation, token_text
-from minieagle.errors import ModelError
+from minieagle.errors import ModelError, RequestError
 from minieagle.family import find_family
 from minieagle.messages import check_messages, check_text, check_tools
 from minieagle.model_file import read_object
@@ -42,7 +42,6 @@ class Tokenizer:
         self.directory = Path(directory)
         self._settings = read_object(self.directory / "tokenizer_config.json")
         self._vocabulary = read_vocabulary(self.directory, self._settings)
-        self._plain = self._vocabulary.plain
         self.special_ids = self._vocabulary.special_ids
         self.vocab_size = max(self._vocabulary.token_bytes) + 1
         self.bos_id = self._named_id("bos_token")
@@ -66,13 +65,15 @@ class Tokenizer:
         """Which file the tokens come from: "tokenizer.json" or "tiktoken"."""
         return self._vocabulary.kind
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, max_context_tokens: int | None = None) -> list[int]:
         """Ids of `text`, read as plain text throughout: the text of a special token is text, never that token.
 
         A start token is added only where tokenizer.json or tokenizer_config.json says so. Raises RequestError for a
-        string that is not Unicode text (a lone surrogate).
+        string that is not Unicode text (a lone surrogate), and with `max_context_tokens` for one that can't fit it,
+        before any work.
         """
-        ids = self._plain.encode(check_text(text, "prompt")).ids
+        self._check_room(len(check_text(text, "prompt").encode()), max_context_tokens, "prompt")
+        ids = self._vocabulary.encode(text, add_special_tokens=True)
         lacks_bos = self._settings.get("add_bos_token") is True and ids[:1] != [self.bos_id]
         return [self.bos_id, *ids] if lacks_bos and self.bos_id is not None else ids
 
@@ -82,6 +83,7 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        max_context_tokens: int | None = None,
         **switches: Any,
     ) -> list[int]:
         """Ids of a conversation in the model's markup, open for the assistant's turn if `add_generation_prompt`.
@@ -89,7 +91,7 @@ class Tokenizer:
         `messages` and `tools` are those of the OpenAI API: text as content, "developer" rendered as "system", tool
         calls and results, `name`, and `reasoning_content` of assistant turns. `switches` are variables that the
         template reads, such as `thinking=False`. Raises RequestError naming the message and field at fault, and for
-        whatever the model's markup can't show.
+        whatever the model's markup can't show, and with `max_context_tokens` for contents that can't fit it.
         """
         conversation = Conversation(
             messages=check_messages(messages),
@@ -97,6 +99,9 @@ class Tokenizer:
             switches=switches,
             add_generation_prompt=add_generation_prompt,
         )
+        contents = (message["content"] or "" for message in conversation.messages)
+        num_bytes = sum(len(content.strip().encode()) for content in contents)  # templates may trim
+        self._check_room(num_bytes, max_context_tokens, "messages")
         return self._encode_pieces(self._pieces(conversation))
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -110,6 +115,18 @@ class Tokenizer:
     def token_name(self, token_id: int) -> str:
         """One token by itself, as logprobs show it: its text, special tokens by name, cut characters as U+FFFD."""
         return self._vocabulary.token_bytes.get(token_id, b"").decode("utf-8", errors="replace")
+
+    def _check_room(self, num_bytes: int, max_context_tokens: int | None, param: str) -> None:
+        """Refuses a text whose bytes alone are too many: encoding it first would cost a hundred times its size."""
+        longest = self._vocabulary.longest_token_bytes
+        if longest is None or max_context_tokens is None or num_bytes <= longest * (max_context_tokens - 1):
+            return
+        raise RequestError(
+            f"{param}: {num_bytes} bytes of text are at least {-(-num_bytes // longest)} tokens (a token has at most "
+            f"{longest} bytes), and the context holds {max_context_tokens}, answer included; shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
 
     def _pieces(self, conversation: Conversation) -> Iterator[int | str]:
         """The rendered conversation as control token ids and plain text, in order."""
@@ -125,7 +142,7 @@ class Tokenizer:
         ids: list[int] = []
         for is_text, run in groupby(pieces, key=lambda piece: isinstance(piece, str)):
             if is_text:
-                ids += self._plain.encode("".join(map(str, run)), add_special_tokens=False).ids
+                ids += self._vocabulary.encode("".join(map(str, run)), add_special_tokens=False)
             else:
                 ids += map(int, run)
         return ids
@@ -138,7 +155,7 @@ class Tokenizer:
             raise ModelError(f"{path}: {name}={declared!r:.80} must be a token's text; correct it")
         if token is None:
             return None
-        token_id = self._vocabulary.added.get(token, self._plain.token_to_id(token))
+        token_id = self._vocabulary.added.get(token, self._vocabulary.plain.token_to_id(token))
         if token_id is None:
             raise ModelError(f"{path}: {name}={token!r:.80} is no token of {self.kind}; use files of one model")
         return token_id

@@ -15,8 +15,9 @@ from typing import Any, Final, Literal
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from minieagle.errors import ModelError
+from minieagle.errors import ModelError, RequestError
 from minieagle.model_file import read_object
+from minieagle.pipeline import check_normalizer, longest_token_bytes
 from minieagle.tiktoken_file import byte_alphabet, read_tiktoken
 
 MAX_TOKEN_ID: Final = (1 << 24) - 1  # a hundred times the published vocabularies; beyond it a file is damaged
@@ -28,13 +29,27 @@ Kind = Literal["tokenizer.json", "tiktoken"]
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
     """`plain` encodes text and knows no control token; `added` holds the control tokens' ids by name; those in
-    `special_ids` decode to no text; `token_bytes` holds the bytes of every id in use."""
+    `special_ids` decode to no text; `token_bytes` holds the bytes of every id in use; `longest_token_bytes` is the most
+    text that one plain token stands for, None if unknown (`pipeline.py`)."""
 
     kind: Kind
     plain: FastTokenizer
     added: Mapping[str, int]
     special_ids: frozenset[int]
     token_bytes: Mapping[int, bytes]
+    longest_token_bytes: int | None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Ids of plain text, without a bound on its length. Raises RequestError when the files can't encode it: their
+        patterns may fail on some texts only."""
+        try:
+            return self.plain.encode(text, add_special_tokens=add_special_tokens).ids
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # as in _load
+            raise RequestError(
+                f"the model's {self.kind} can't encode this text: {_cause(error)}; mend the file"
+            ) from error
 
 
 def read_vocabulary(directory: Path, settings: Mapping[str, Any]) -> Vocabulary:
@@ -56,6 +71,7 @@ def read_vocabulary(directory: Path, settings: Mapping[str, Any]) -> Vocabulary:
 
 
 def _vocabulary(spec: dict[str, Any], kind: Kind, path: Path) -> Vocabulary:
+    check_normalizer(spec, path)
     tokens = _added_tokens(spec, path)
     table = _token_bytes(spec, path)
     # A prompt is refused when too long, never cut, and it has the same ids each time: dropout is for training.
@@ -68,6 +84,7 @@ def _vocabulary(spec: dict[str, Any], kind: Kind, path: Path) -> Vocabulary:
         added=added,
         special_ids=frozenset(token["id"] for token in tokens if token.get("special")),
         token_bytes=table | {token_id: content.encode() for content, token_id in added.items()},
+        longest_token_bytes=longest_token_bytes(spec, table.values()),
     )
 
 
@@ -77,7 +94,11 @@ def _load(spec: dict[str, Any], path: Path) -> FastTokenizer:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises bare Exception, and a panic is not even that
-        raise ModelError(f"{path} cannot be used: {str(error)[:300]}; copy it again") from error
+        raise ModelError(f"{path} cannot be used: {_cause(error)}; copy it again") from error
+
+
+def _cause(error: BaseException) -> str:
+    return f"{str(error)[:300]!r}"[1:-1]  # a panic's text may quote the file, control characters included
 
 
 def _added_tokens(spec: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from minieagle.engine import Engine
 from minieagle.errors import MinieagleError
 from minieagle.front import AsyncFront
 from minieagle.llm import LLM
-from minieagle.protocol import NEUTRAL
+from minieagle.protocol import NEUTRAL, parse_completion
 from minieagle.sequence import SpecStats
 from minieagle.tokenizer import Tokenizer
 from tests.fake_engine import MAX_CONTEXT_TOKENS, TARGET, FakeEngine
@@ -381,6 +381,37 @@ def test_too_long_a_prompt_is_refused_with_both_counts(client: openai.OpenAI) ->
         client.completions.create(model="tiny", prompt=[5] * 2000, max_tokens=49)
     assert caught.value.code == "context_length_exceeded"
     assert client.completions.create(model="tiny", prompt=[5] * 2000, max_tokens=48).choices
+
+
+def test_a_text_of_too_many_bytes_is_refused_untokenised(http: httpx.Client) -> None:
+    text = "x" * 90_000
+    for path, body in (
+        ("completions", {"prompt": text}),
+        ("chat/completions", {"messages": [HELLO[0] | {"content": text}]}),
+    ):
+        said = check_refused(http.post(f"/v1/{path}", json=body), "prompt" if "prompt" in body else "messages")
+        assert "90000 bytes of text are at least" in said
+
+
+def test_health_answers_while_prompts_are_tokenised_two_at_a_time(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going, goes_on = list[int](), threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        going.append(1)
+        goes_on.wait(20)
+        return parse_completion(*arguments)
+
+    monkeypatch.setattr(server, "parse_completion", slow)
+    with ThreadPoolExecutor(4) as pool:
+        try:
+            asked = [pool.submit(http.post, "/v1/completions", json={"prompt": "x"}) for _ in range(4)]
+            assert soon(lambda: len(going) == 2) and http.get("/health").status_code == 200
+            assert len(going) == server.MAX_PARSING
+        finally:
+            goes_on.set()
+        assert [one.result().status_code for one in asked] == [200] * 4
 
 
 def test_a_bad_stream_is_refused_before_it_starts(client: openai.OpenAI) -> None:

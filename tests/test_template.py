@@ -51,8 +51,28 @@ def test_a_template_s_fault_is_told(source: str, cause: str) -> None:
 @pytest.mark.parametrize("name", ["a loop without end", "a doubling", "division"])
 def test_a_template_s_fault_costs_the_request_that_it_spoils(name: str) -> None:
     tokenizer = family("Kimi-K2", "{% set n = messages | length - 1 %}" + FAULTS[name][0])
-    with pytest.raises(RequestError, match="messages: the chat template refuses this conversation"):
+    with pytest.raises(RequestError, match=r"messages: the chat template in .*chat_template.* can't be used"):
         tokenizer.encode_chat(USER)
+
+
+def test_a_template_s_own_refusal_is_the_conversation_s_and_quotes_no_control_characters() -> None:
+    tokenizer = family("Kimi-K2", "{{ raise_exception('no\\x1b[2J\\nroles ' ~ messages[0].content) }}")
+    with pytest.raises(RequestError, match="refuses this conversation: no\ufffd.2J\ufffdroles hi; change the order"):
+        tokenizer.encode_chat(USER)
+
+
+@pytest.mark.parametrize("made", ["'\\ud800'", "('%c' % 57343)"])
+def test_a_template_that_makes_no_text_is_named(made: str) -> None:
+    tokenizer = family("Kimi-K2", "{{ messages[0].content }}{{ " + made + " }}")
+    with pytest.raises(RequestError, match=r"chat_template.*lone surrogate U\+D"):
+        tokenizer.encode_chat(USER)
+
+
+@pytest.mark.parametrize("char", [0xD800, 9_999_999])
+def test_a_template_cannot_make_up_characters_from_the_marks_that_it_sees(char: int) -> None:
+    made = f"{{{{ messages[0].content }}}}{{{{ messages[0].content[:20] }}}}3{char:07d}"
+    tokenizer = family("Kimi-K2", made)
+    assert tokenizer.decode(tokenizer.encode_chat(USER)) == "hi"
 
 
 @pytest.mark.parametrize(

@@ -233,3 +233,32 @@ def test_a_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
 def test_a_lone_surrogate_is_refused() -> None:
     with pytest.raises(RequestError, match=r"U\+D800 at character 1"):
         TOKENIZER.encode("a\ud800")
+
+
+@given(
+    st.one_of(
+        hostile, st.text("a\u00e9\u4e2d\U0001f600 1\n", max_size=60), st.integers(1, 99).map(lambda n: "the " * n)
+    )
+)
+def test_no_text_that_fits_is_refused_for_its_bytes(text: str) -> None:
+    ids = TOKENIZER.encode(text)
+    assert TOKENIZER.encode(text, max_context_tokens=len(ids) + 1) == ids
+    whole = TOKENIZER.encode_chat(chat(text))
+    assert TOKENIZER.encode_chat(chat(text), max_context_tokens=len(whole) + 1) == whole
+
+
+def test_a_text_that_cannot_fit_is_refused_before_any_work() -> None:
+    longest = max(len(TOKENIZER.token_bytes(i)) for i in range(TOKENIZER.vocab_size))
+    text = "x" * (longest * 63 + 1)
+    assert TOKENIZER.encode(text[1:], max_context_tokens=64)
+    cause = f"prompt: {len(text)} bytes of text are at least 64 tokens .a token has at most {longest} bytes.*holds 64,"
+    with pytest.raises(RequestError, match=cause):
+        TOKENIZER.encode(text, max_context_tokens=64)
+    with pytest.raises(RequestError, match="messages: ") as caught:
+        TOKENIZER.encode_chat(chat(text), max_context_tokens=64)
+    assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("changes", [{"normalizer": {"type": "NFC"}}, {"pre_tokenizer": {"type": "Whitespace"}}])
+def test_bytes_tell_nothing_where_text_may_shrink(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert Tokenizer(variant(tmp_path, "tokenizer.json", **changes)).encode("x" * 9999, max_context_tokens=2)

@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,8 @@ def test_any_file_instead_loads_or_is_refused(content: bytes) -> None:
         loads_or_is_refused({name: content})
 
 
+REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "b"}
+
 # One row: a file, the changes to it, and what the error must name beside the file.
 FAULTS: list[tuple[str, dict[str, Any], str]] = [
     ("tokenizer.json", {"added_tokens": 5}, "added_tokens must be a list"),
@@ -116,6 +119,18 @@ FAULTS: list[tuple[str, dict[str, Any], str]] = [
     ("tokenizer.json", {"model": {"vocab": {"a": 2**40}}}, r"model\.vocab\['a'\]: the id"),
     ("tokenizer.json", {"decoder": None}, "decoder type None is not supported"),
     ("tokenizer.json", {"decoder": {"type": "Sequence", "decoders": []}}, "decoder type 'Sequence'"),
+    ("tokenizer.json", {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "'Precompiled' is not"),
+    ("tokenizer.json", {"normalizer": {"type": "Strip"}}, "normalizer: type 'Strip' is not supported"),
+    ("tokenizer.json", {"normalizer": "NFC"}, "normalizer: type None is not"),
+    ("tokenizer.json", {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Sequence"}]}}, r"s\[0\]: type 'S"),
+    ("tokenizer.json", {"normalizer": REPLACE | {"content": "x" * 9}}, r"normalizer\.content has 9 characters"),
+    ("tokenizer.json", {"normalizer": REPLACE | {"content": 5}}, r"normalizer\.content must be text, not int"),
+    (
+        "tokenizer.json",
+        {"normalizer": {"type": "Sequence", "normalizers": [REPLACE] * 4}},
+        r"normalizers\[3\] can make text more than 8 times",
+    ),
+    ("tokenizer.json", {"normalizer": {"type": "Prepend", "prepend": "x" * 99}}, r"normalizer\.prepend has 99"),
     ("tokenizer_config.json", {"added_tokens_decoder": [5]}, "added_tokens_decoder must be an object"),
     (
         "tokenizer_config.json",
@@ -189,3 +204,44 @@ def test_no_code_of_the_directory_is_run(tmp_path: Path) -> None:
     write_kimi(tmp_path, auto_map={"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]})
     (tmp_path / "tokenization_kimi.py").write_text("raise SystemExit('run')")
     assert Tokenizer(tmp_path).vocab_size == len(trained_ranks()) + 256
+
+
+NORMALIZERS: list[Any] = [
+    None,
+    {"type": "Sequence", "normalizers": []},
+    {"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "Prepend", "prepend": "_"}, REPLACE]},
+]
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+def test_normalizers_as_published_are_let_in(tmp_path: Path, normalizer: Any) -> None:
+    files = CONTENT | {"tokenizer.json": json.dumps(json.loads(CONTENT["tokenizer.json"]) | {"normalizer": normalizer})}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    text = Tokenizer(tmp_path).decode(Tokenizer(tmp_path).encode("a cat"))
+    assert text == ("_b cbt" if normalizer and normalizer["normalizers"] else "a cat")
+
+
+class Panic(BaseException):
+    """What the library's panics are: no Exception."""
+
+
+@pytest.mark.parametrize(("raised", "expected"), [(Panic("at\x1b[2J"), RequestError), (KeyboardInterrupt(), None)])
+def test_a_panic_while_encoding_is_a_refusal_and_an_interrupt_is_not(raised: BaseException, expected: Any) -> None:
+    class Library:
+        def encode(self, text: str, add_special_tokens: bool) -> None:
+            raise raised
+
+    with tempfile.TemporaryDirectory() as directory:
+        vocabulary = replace(Tokenizer(write_deepseek(Path(directory), *THINK))._vocabulary, plain=Library())  # type: ignore[arg-type]
+    with pytest.raises(expected or KeyboardInterrupt) as caught:
+        vocabulary.encode("x", add_special_tokens=True)
+    assert "\x1b" not in str(caught.value)
+
+
+def test_dropout_is_for_training(tmp_path: Path) -> None:
+    content = json.loads(CONTENT["tokenizer.json"])
+    content["model"]["dropout"] = 0.9
+    for name, text in (CONTENT | {"tokenizer.json": json.dumps(content)}).items():
+        (tmp_path / name).write_text(text)
+    assert len({tuple(Tokenizer(tmp_path).encode("the cat sat on the mat")) for _ in range(8)}) == 1
