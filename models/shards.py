@@ -1,11 +1,11 @@
 """How a model is cut over ranks, and how what was cut is put together again.
 
 The one idea: every product whose outputs are cut (query heads, gate and up, the head's vocabulary) is bit-equal to its
-part of the whole product, so only the products whose *inputs* are cut (o_proj, down_proj) can round otherwise: their
-partial sums have to be added. They are added here in one fixed order, in float32, rounded once. With `slices` equal to
-the number of ranks that is the cheapest; with a fixed number, such as 8, one rank computes the same partial sums as
-eight do, and the result is the same bit for bit on 1, 2, 4 and 8 ranks. It costs a rank slices / ranks times as many,
-narrower products.
+part of the whole product (in float32 on a CPU from 12 columns on, and no model's share is narrower), so only the
+products whose *inputs* are cut (o_proj, down_proj) can round otherwise: their partial sums have to be added. They are
+added here in one fixed order, in float32, rounded once. With `slices` equal to the number of ranks that is the
+cheapest; with a fixed number, such as 8, one rank computes the same partial sums as eight do, and the result is the
+same bit for bit on 1, 2, 4 and 8 ranks. It costs a rank slices / ranks times as many, narrower products.
 
 With expert_parallel a slice of a routed sum is an equal run of experts instead of a piece of every expert, added in the
 row's own order of choice, and with it goes that slice's piece of the shared expert. Again 1, 2, 4 and 8 ranks give the
