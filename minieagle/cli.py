@@ -16,6 +16,7 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -35,7 +36,7 @@ from minieagle.quantize import quantize_directory
 from minieagle.sampling import SamplingParams
 from minieagle.spec.fingerprint import tokenizer_fingerprint
 from minieagle.spec.train import Report, TrainConfig, Trainer
-from minieagle.texts import read_texts, sample_prompts, write_texts
+from minieagle.texts import check_settings, read_texts, sample_prompts, write_texts
 
 console = Console(stderr=True)
 
@@ -226,13 +227,16 @@ def _load_both(options: argparse.Namespace) -> LLM:
 
 
 def _loading() -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    return Progress(*columns, console=console, transient=True)
+    return _bar(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
 
 
 def _counting() -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    return Progress(*columns, console=console)
+    return _bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+
+
+def _bar(*columns: ProgressColumn) -> Progress:
+    """A bar that goes away at the end. Where nobody watches there is none: it would leave a line behind."""
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _params(options: argparse.Namespace) -> SamplingParams:
@@ -348,17 +352,19 @@ def _quantize(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    if not options.boundaries:
-        raise ValueError("--boundaries is needed: name the target states the drafter reads, such as --boundaries 2 5 8")
+    _check_train(options)
     path = options.output / "training" / "texts.jsonl"
     if (options.output / "config.json").exists() and not path.exists():
         raise ValueError(f"{options.output} holds another model, which training would replace: pass a new directory")
+    prompts = sample_prompts(options.corpus, options.num_prompts, options.seed)
     llm = LLM(options.model, spec=False, max_seqs=options.max_seqs)
     target = llm.engine.target
     drafter, training = _drafter_config(options, llm), _train_config(options)  # checked before hours of writing texts
     check_fits(drafter, target.config)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    prompts = sample_prompts(options.corpus, options.num_prompts, options.seed)
+    settings = {name: getattr(options, name) for name in ("num_prompts", "new_tokens", "seed")}
+    check_settings(path.with_name("texts.json"), settings | {"corpus": [file.name for file in options.corpus]})
+    if len(prompts) < options.num_prompts:
+        console.print(f"only {len(prompts)} conversations for --num-prompts {options.num_prompts}", highlight=False)
     with _counting() as progress:
         task = progress.add_task("texts", total=len(prompts))
         write_texts(
@@ -376,6 +382,16 @@ def _train(options: argparse.Namespace) -> int:
         trainer.run(lambda report: _train_report(progress, task, report))
     console.print(f"drafter written to {options.output}")
     return 0
+
+
+def _check_train(options: argparse.Namespace) -> None:
+    """What needs no target to be refused."""
+    if not options.boundaries:
+        raise ValueError("--boundaries is needed: name the target states the drafter reads, such as --boundaries 2 5 7")
+    for name in ("num_prompts", "new_tokens", "num_heads", "num_kv_heads"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
+    _train_config(options)
 
 
 def _drafter_config(options: argparse.Namespace, llm: LLM) -> DrafterConfig:

@@ -14,11 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from minieagle.errors import ModelError
+from minieagle.models.tensor_file import write_tensors
 
 _COPIED = (
     "tokenizer.json",
@@ -58,9 +57,9 @@ def _checked_target(source: Path, target: Path) -> Path:
 def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """One safetensors file. Raises ModelError, for a full disk too."""
     try:
-        save_file(dict(tensors), path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise ModelError(f"{path} can't be written: {error}") from error
+        write_tensors(path, tensors)
+    except OSError as error:
+        raise ModelError(str(error)) from error
 
 
 def write_companions(source: Path, target: Path, config: Mapping[str, Any]) -> None:

@@ -18,8 +18,14 @@ MAX_TEXT_BYTES: Final = 16 << 20
 def read_bytes(path: Path, *, max_bytes: int) -> bytes:
     """The content of `path`; ModelError when it is missing, not a plain file, unreadable or too large."""
     try:
-        if not path.is_file():  # a pipe or a device would block or never end
+        if not path.parent.is_dir():
+            raise ModelError(f"{path.parent} is no directory that exists; name one that holds a model")
+        if not path.exists() and not path.is_symlink():
             raise ModelError(f"{path.parent} has no {path.name}; name a directory that holds a model")
+        if not path.is_file():  # a pipe or a device would block or never end
+            raise ModelError(
+                f"{path} is a pipe, a device, a folder or a link to nothing; put a plain file in its place"
+            )
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
     except OSError as error:

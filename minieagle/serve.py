@@ -59,7 +59,8 @@ def _serve(arguments: argparse.Namespace, ranks: Ranks) -> int:
 
 def _load(arguments: argparse.Namespace, ranks: Ranks) -> Engine:
     """The engine, with a progress bar where there is somebody to see it."""
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("loading", total=None)
         return load_engine(
             **engine_arguments(arguments),

@@ -92,6 +92,8 @@ def open_pair(options: argparse.Namespace, console: Console) -> tuple[Source, Dr
 def reading(description: str, console: Console) -> Iterator[Progress]:
     """A progress bar of bytes, with the rate and the time left; gives the function to call with (done, in all)."""
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with ProgressBar(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+    with ProgressBar(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task(description, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

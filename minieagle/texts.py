@@ -7,15 +7,19 @@ line; hidden states are never stored (57 KB a token for a large model) but compu
 
 from __future__ import annotations
 
+import io
 import json
 import lzma
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from minieagle.engine import Engine, Request
 from minieagle.errors import ModelError
+from minieagle.models.config import read_json
+from minieagle.models.files import open_plain
 from minieagle.sampling import SamplingParams
 
 Messages = list[dict[str, str]]
@@ -33,20 +37,29 @@ class Text:
 def read_documents(path: Path) -> Iterator[Messages]:
     """The conversations of a corpus file (plain or .xz): `User: ` / `Assistant: ` turns, documents parted by a line
     `<|endoftext|>`."""
-    opened = lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8")
-    with opened as lines:
-        messages: Messages = []
-        for line in lines:
-            role = next((name for mark, name in _ROLES.items() if line.startswith(mark)), None)
-            if line.rstrip("\n") == "<|endoftext|>":
-                yield messages
-                messages = []
-            elif role is not None:
-                messages.append({"role": role, "content": line.split(": ", 1)[1].rstrip("\n")})
-            elif messages:
-                messages[-1]["content"] += "\n" + line.rstrip("\n")
-        if messages:
+    try:
+        with open_plain(path) as file:
+            yield from _documents(io.TextIOWrapper(lzma.open(file) if path.suffix == ".xz" else file, encoding="utf-8"))
+    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ModelError(
+            f"the corpus {path} can't be read ({why}): pass files of conversations, plain text or .xz"
+        ) from None
+
+
+def _documents(lines: Iterable[str]) -> Iterator[Messages]:
+    messages: Messages = []
+    for line in lines:
+        role = next((name for mark, name in _ROLES.items() if line.startswith(mark)), None)
+        if line.rstrip("\n") == "<|endoftext|>":
             yield messages
+            messages = []
+        elif role is not None:
+            messages.append({"role": role, "content": line.split(": ", 1)[1].rstrip("\n")})
+        elif messages:
+            messages[-1]["content"] += "\n" + line.rstrip("\n")
+    if messages:
+        yield messages
 
 
 def _prompt(messages: Messages, rng: random.Random) -> Messages | None:
@@ -84,7 +97,9 @@ def write_texts(
     engine: Engine, prompts: list[Messages], path: Path, *, new_tokens: int, progress: Callable[[int, int], None]
 ) -> None:
     """Continue every prompt and append the texts to `path`; prompts already in the file are skipped."""
-    done = {json.loads(line)["index"] for line in path.read_text().splitlines()} if path.exists() else set()
+    _drop_cut_line(path)
+    done = {index for index, _ in _stored(path) if index < len(prompts)} if path.exists() else set()
+    progress(len(done), len(prompts))
     waiting = iter([i for i in range(len(prompts)) if i not in done])
     running: dict[int, tuple[int, list[int], int]] = {}
     with path.open("a") as file:
@@ -106,6 +121,36 @@ def write_texts(
 
 
 def read_texts(path: Path) -> list[Text]:
-    """The texts that `write_texts` wrote, in the order of their prompts."""
-    found = sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda text: text["index"])
-    return [Text(tuple(text["tokens"]), text["prompt_len"]) for text in found]
+    """The texts that `write_texts` wrote, in the order of their prompts. Raises ModelError for a damaged line."""
+    return [text for _, text in sorted(_stored(path), key=lambda pair: pair[0])]
+
+
+def _stored(path: Path) -> Iterator[tuple[int, Text]]:
+    """(index of its prompt, text) of each line."""
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            read = json.loads(line)
+            text = Text(tuple(map(int, read["tokens"])), int(read["prompt_len"]))
+            yield int(read["index"]), text
+        except (ValueError, TypeError, LookupError, RecursionError):
+            raise ModelError(f"{path}:{number} is damaged: remove that line, and the text is written anew") from None
+
+
+def _drop_cut_line(path: Path) -> None:
+    """A run that was killed may have left half a line at the end."""
+    if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
+        path.write_bytes(content[: content.rfind(b"\n") + 1])
+
+
+def check_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """Keep in `path` what texts are written with, or raise ModelError naming the first setting that is not what the
+    texts beside it were written with: the same prompt numbers would mean other prompts."""
+    before = read_json(path) if path.exists() else dict(settings)
+    for name, value in settings.items():
+        if before.get(name) != value:
+            raise ModelError(
+                f"the texts in {path.parent} were written with {name}={before.get(name)!r}, now {value!r} is asked "
+                "for: go on with the same options or train into a new directory"
+            )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(before, indent=1) + "\n", encoding="utf-8")

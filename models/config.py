@@ -157,7 +157,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = parse_json(read_plain(path), str(path))
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist: pass a directory that holds a model") from None
+        missing = path if path.parent.is_dir() else path.parent
+        raise ConfigError(f"{missing} does not exist: pass a directory that holds a model") from None
     except FileError as error:
         raise ConfigError(str(error)) from None
     if not isinstance(value, dict):

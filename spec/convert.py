@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minieagle.models.checkpoint import Checkpoint
@@ -30,6 +29,7 @@ from minieagle.models.draft_vocabulary import target_ids
 from minieagle.models.drafter_config import DrafterConfig
 from minieagle.models.drafter_names import official_names
 from minieagle.models.drafter_weights import load_drafter
+from minieagle.models.tensor_file import write_tensors
 from minieagle.spec.boundary import IDS, Convention
 from minieagle.spec.formats import recognise
 from minieagle.spec.golden import NUM_STEPS, draft_logits, golden_tokens
@@ -57,6 +57,8 @@ class Limit:
     reason: str
 
 
+_TRAIN = "train a drafter whose last boundary is below the number of layers"
+
 _OTHERS: tuple[Reader, ...] = ("sglang", "vllm", "speculators")
 
 LIMITS: tuple[Limit, ...] = (
@@ -76,9 +78,13 @@ LIMITS: tuple[Limit, ...] = (
         "boundaries: SGLang read lists as outputs before #25454 and since then as inputs unless the first id is 1, so "
         "only a list that begins with boundary 2 means one thing to every version",
     ),
-    Limit(("sglang",), lambda c, n: c.boundaries[-1] == n, "boundaries: its loop ends before the last layer's output"),
+    Limit(
+        ("sglang",),
+        lambda c, n: n in c.boundaries,
+        f"boundaries: its loop ends before the last layer's output; {_TRAIN}",
+    ),
     # speculators data generation appends n for the loss and strips it
-    Limit(("speculators",), lambda c, n: c.boundaries[-1] == n, "boundaries: it strips the last layer's output"),
+    Limit(("speculators",), lambda c, n: n in c.boundaries, f"boundaries: it strips the last layer's output; {_TRAIN}"),
     # sglang models/llama_eagle3.py
     Limit(
         ("sglang",), lambda c, n: c.norm_before_residual, "norm_before_residual=true: it adds to the un-normed state"
@@ -175,7 +181,7 @@ def _write(
     source: Path, directory: Path, to: Reader, wiring: Wiring, target: TargetConfig, verifier: Verifier
 ) -> Wiring:
     """Weights, config, companions and the contract; returns it."""
-    save_file(_tensors(source, to, wiring), directory / "model.safetensors", metadata={"format": "pt"})
+    write_tensors(directory / "model.safetensors", _tensors(source, to, wiring))
     config = _WRITERS[to](wiring.config, verifier)
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     for name in COMPANIONS:

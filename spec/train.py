@@ -21,10 +21,10 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from minieagle.models.deepseek import Target
@@ -35,6 +35,7 @@ from minieagle.models.layers import Linear, RMSNorm
 from minieagle.models.mla import LatentAttention
 from minieagle.models.rope import RotaryTable
 from minieagle.models.rows import Rows, Span
+from minieagle.models.tensor_file import write_tensors
 from minieagle.spec.golden import NUM_TOKENS, golden_vectors
 from minieagle.spec.wiring import FILE as WIRING
 from minieagle.spec.wiring import make_wiring, write_wiring
@@ -66,6 +67,8 @@ class TrainConfig:
         for name in ("num_steps", "batch_tokens", "num_updates", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise TrainingError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0 < self.learning_rate <= 1:
+            raise TrainingError(f"learning_rate={self.learning_rate} must be above 0 and at most 1")
         if not 0 < self.heldout < 1:
             raise TrainingError(f"heldout={self.heldout} must be between 0 and 1: the share of texts kept for scoring")
 
@@ -378,7 +381,7 @@ class Trainer:
             self._checkpoint,
             {"drafter": json.dumps(self.drafter.config.to_json()), "training": json.dumps(asdict(self.config))},
         )
-        save_file(tensors, path.with_suffix(".new"), metadata=metadata)
+        write_tensors(path.with_suffix(".new"), tensors, metadata)
         os.replace(path.with_suffix(".new"), path)
         save_drafter(self.drafter, self.directory)
         self._state_wiring()
@@ -391,28 +394,53 @@ class Trainer:
         write_wiring(self.directory, wiring)
 
     def _saved(self, drafter: DrafterConfig) -> dict[str, Tensor]:
-        """The checkpoint in the directory, {} when there is none. Raises TrainingError when it is another drafter's."""
+        """The checkpoint in the directory, {} when there is none. Raises TrainingError when it is another drafter's,
+        was trained otherwise, or is damaged."""
         path = self._checkpoint
         if not path.exists():
             return {}
-        with safe_open(path, framework="pt") as file:
-            before = json.loads(file.metadata()["drafter"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-        now = json.loads(json.dumps(drafter.to_json()))
-        changed = sorted(name for name in now if before.get(name) != now[name])
-        if changed:
-            raise TrainingError(
-                f"{path} was trained with {changed[0]}={before.get(changed[0])!r}, now {now[changed[0]]!r} is asked "
-                "for: go on with the same options or train into a new directory"
-            )
+        try:
+            with safe_open(path, framework="pt") as file:
+                before = [json.loads(file.metadata()[part]) for part in ("drafter", "training")]
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except (SafetensorError, OSError, TypeError, LookupError, ValueError) as error:
+            raise self._damaged(error) from None
+        _check_same(path, before[0], drafter.to_json())
+        _check_same(path, before[1], asdict(self.config))
         return tensors
 
+    def _damaged(self, error: Exception) -> TrainingError:
+        return TrainingError(f"{self._checkpoint} is damaged ({error}): remove it to train from the start")
+
     def _resume(self, saved: dict[str, Tensor]) -> None:
+        try:
+            self._restore(saved)
+        except (LookupError, RuntimeError) as error:  # tensors that are missing, or of other shapes
+            raise self._damaged(error) from None
+
+    def _restore(self, saved: dict[str, Tensor]) -> None:
         for name, parameter in self.drafter.named_parameters():
             with torch.no_grad():
                 parameter.copy_(saved[f"weight.{name}"])
             self.optimizer.state[parameter] = {key: saved[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
         self.update = int(saved[f"step.{next(iter(self.drafter.named_parameters()))[0]}"])
+
+
+# What may differ in a run that goes on: it may become longer, though not shorter.
+_FREE = ("num_updates", "checkpoint_every")
+
+
+def _check_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises TrainingError naming the first setting that is not what the checkpoint was trained with."""
+    now = json.loads(json.dumps(now))
+    changed = sorted(name for name in now if before.get(name) != now[name] and name not in _FREE)
+    if now.get("num_updates", 0) < before.get("num_updates", 0):
+        changed.append("num_updates")
+    if changed:
+        raise TrainingError(
+            f"{path} was trained with {changed[0]}={before.get(changed[0])!r}, now {now[changed[0]]!r} is asked for: "
+            "go on with the same options (num_updates may grow) or train into a new directory"
+        )
 
 
 def save_drafter(drafter: Drafter, directory: Path) -> None:
@@ -424,7 +452,7 @@ def save_drafter(drafter: Drafter, directory: Path) -> None:
     }
     directory.mkdir(parents=True, exist_ok=True)
     (directory / WIRING).unlink(missing_ok=True)
-    save_file(stored, directory / "model.safetensors.new", metadata={"format": "pt"})
+    write_tensors(directory / "model.safetensors.new", stored)
     os.replace(directory / "model.safetensors.new", directory / "model.safetensors")
     config = replace(drafter.config, dtype="bfloat16").to_json()
     (directory / "config.json").write_text(json.dumps(config, indent=1))

@@ -50,11 +50,22 @@ def test_demo_and_bench_show_the_same_text(capsys: pytest.CaptureFixture[str]) -
         (["generate", ""], "empty"),
         (["quantize", "no/such", "x"], "no/such"),
         (["train", "x", "--corpus", "no/such"], "--boundaries"),
+        (["train", "x", "--corpus", "no/such", "--boundaries", "2"], "the corpus no/such can't be read"),
+        (["train", "x", "--corpus", "no/such", "--boundaries", "2", "--num-heads", "0"], "--num-heads 0"),
+        (["train", "x", "--corpus", "no/such", "--boundaries", "2", "--learning-rate", "0"], "learning_rate"),
     ],
 )
 def test_bad_input_exits_2_and_names_it(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, *(["--raw"] if arguments == ["generate", ""] else [])]) == 2
-    assert words in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert words in said and said == said.strip() + "\n", "no bar, no blank line"
+    assert not Path("x").exists()
+
+
+def test_a_missing_directory_is_said_to_be_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["generate", "a", "--model"], ["quantize"]):
+        main([*command, "no/such", *(["x"] if command == ["quantize"] else [])])
+        assert "no/such" in (said := capsys.readouterr().err) and ".json" not in said
 
 
 def test_unknown_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,12 +76,15 @@ def test_unknown_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_train_writes_a_drafter_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = tmp_path / "corpus.txt"
-    turns = "\n<|endoftext|>\n".join(f"User: {text}\nAssistant: Yes." for text in MESSAGES * 3)
+    turns = "\n<|endoftext|>\n".join(f"User: {text}\nAssistant: Yes." for text in (MESSAGES * 3)[:9])
     corpus.write_text(turns + "\n")
     output = tmp_path / "drafter"
     small = ["--num-prompts", "10", "--new-tokens", "16", "--draft-vocab-size", "200", "--intermediate-size", "64"]
     command = ["train", str(output), "--corpus", str(corpus), "--boundaries", "2", "5", "8", *small, "--num-steps", "2"]
     assert main([*command, "--num-updates", "2", "--batch-tokens", "256"]) == 0
     assert main([*command, "--num-updates", "4", "--batch-tokens", "256"]) == 0
-    assert "held-out agreement" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "held-out agreement" in said and "only 9 conversations for --num-prompts 10" in said
+    assert main([*command, "--num-updates", "4", "--batch-tokens", "256", "--new-tokens", "17"]) == 2
+    assert "written with new_tokens=16, now 17" in capsys.readouterr().err
     assert load_drafter(output, embedded.target()).config.boundaries == (2, 5, 8)

@@ -3,6 +3,7 @@ names and ids that were written down here independently; the rest is refused, wi
 
 import argparse
 import json
+import stat
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -229,11 +230,17 @@ def test_golden_vectors_hold_after_the_round_trip(tmp_path: Path) -> None:
     assert check_golden(target, again, golden) == ()
 
 
+def test_what_is_written_follows_the_umask(tmp_path: Path) -> None:
+    out = convert(source(tmp_path / "d"), "vllm")
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in out.iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+
+
 # ---- refusals
 
 UNSPEAKABLE: dict[str, tuple[Reader, dict[str, Any], str]] = {
     "first id": ("sglang", {"boundaries": (3, 30, 58)}, "only a list that begins with boundary 2"),
-    "last layer": ("sglang", {"boundaries": (2, 30, 61)}, "before the last layer"),
+    "last layer": ("sglang", {"boundaries": (2, 30, 61)}, "before the last layer.*train a drafter whose last"),
     "residual": ("sglang", {"norm_before_residual": True}, "norm_before_residual=true"),
     "embeddings": ("sglang", {"own_embeddings": True}, "own_embeddings=true"),
     "four states": ("sglang", {"boundaries": (2, 30, 46, 58)}, "read three states"),
@@ -288,10 +295,10 @@ def test_a_wrong_word_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_wrong_bits_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def inexact(named: Tensors, path: Path, metadata: object) -> None:
+    def inexact(path: Path, named: Tensors) -> None:
         published.save_file(named | {"norm.weight": named["norm.weight"] * 1.01}, path)
 
-    monkeypatch.setattr("minieagle.spec.convert.save_file", inexact)
+    monkeypatch.setattr("minieagle.spec.convert.write_tensors", inexact)
     with pytest.raises(ConversionError, match="drafts other logits"):
         convert(source(tmp_path / "d"), "vllm")
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+import stat
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from minieagle.models.drafter_config import DrafterConfig
 from minieagle.models.drafter_weights import load_drafter
@@ -136,6 +140,38 @@ def test_resuming_another_drafter_is_refused(tmp_path: Path) -> None:
     other = replace(CONFIG, boundaries=(2, 4, 8))
     with pytest.raises(TrainingError, match="boundaries"):
         trainer(tmp_path, other)
+
+
+@pytest.mark.parametrize("changes", [{"seed": 1}, {"learning_rate": 1e-4}, {"num_updates": 7}])
+def test_resuming_with_other_settings_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    trainer(tmp_path).save_checkpoint()
+    with pytest.raises(TrainingError, match=next(iter(changes))):
+        trainer(tmp_path, training=replace(TRAINING, **changes))
+
+
+@pytest.mark.parametrize("kept", [0, 100, None])
+def test_a_damaged_checkpoint_is_refused_in_words(kept: int | None, tmp_path: Path) -> None:
+    trainer(tmp_path).save_checkpoint()
+    path = tmp_path / "training" / "checkpoint.safetensors"
+    if kept is None:
+        with safe_open(path, framework="pt") as file:
+            save_file({"target_ids": file.get_tensor("target_ids")}, path, metadata=file.metadata())
+    else:
+        path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(TrainingError, match="checkpoint.safetensors is damaged .*remove it"):
+        trainer(tmp_path)
+
+
+def test_what_is_written_follows_the_umask(tmp_path: Path) -> None:
+    trainer(tmp_path).save_checkpoint()
+    files = tmp_path / "model.safetensors", tmp_path / "training" / "checkpoint.safetensors", tmp_path / "config.json"
+    assert len({stat.S_IMODE(file.stat().st_mode) for file in files}) == 1
+
+
+def test_a_learning_rate_is_checked() -> None:
+    for rate in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(TrainingError, match="learning_rate"):
+            replace(TRAINING, learning_rate=rate)
 
 
 def test_draft_vocabulary_is_the_most_frequent() -> None:
