@@ -116,6 +116,15 @@ def test_a_tree_grown_level_by_level_sees_its_upper_levels() -> None:
     torch.testing.assert_close(merged, ours, atol=1e-5, rtol=0)
 
 
+def test_a_chain_sees_all_rows_before_it() -> None:
+    """Rows 3 and 4 of a chain whose first rows were stored by an earlier forward."""
+    (whole,) = spans_of([(66, None, 5)], 1)
+    chain = Span(whole.slots, 66, 2, None, first=3)
+    merged, _ = both([chain], 1, torch.float32)
+    _, ours = both([Span(whole.slots, 69, 2)], 1, torch.float32)
+    torch.testing.assert_close(merged, ours, atol=1e-5, rtol=0)
+
+
 @given(st.floats(-50, 50), st.floats(-50, 50), SEEDS)
 def test_merging_is_one_softmax_over_both_sets(up: float, down: float, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)

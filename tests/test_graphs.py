@@ -118,6 +118,12 @@ def test_what_was_returned_outlives_the_next_replay(recorder: Recorder) -> None:
     assert recorder.recorded == 1 and torch.equal(first.logits, kept)
 
 
+def test_other_boundaries_are_recorded_anew(recorder: Recorder) -> None:
+    target, cache, rows = embedded.target(), filled_cache(100, 0), rows_of([Span(torch.arange(1, 90), 10, 1)], 0)
+    one, two, none = (target(rows, cache, boundaries=wanted).captured for wanted in ((0,), (8,), ()))
+    assert recorder.recorded == 3 and not torch.equal(one, two) and none.shape[1] == 0
+
+
 def test_prompts_and_long_contexts_are_not_recorded() -> None:
     slots = torch.arange(graphs.MOST_KEYS + 3)
     assert VerifyGraphs.takes(rows_of([Span(slots, 5, 3)], 0), None)
