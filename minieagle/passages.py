@@ -9,6 +9,7 @@ from pathlib import Path
 from minieagle.engine import Engine, EngineConfig, Request
 from minieagle.errors import ModelError
 from minieagle.models.deepseek import Target
+from minieagle.models.files import read_plain
 from minieagle.sampling import SamplingParams
 from minieagle.spec.observe import TextError
 from minieagle.tokenizer import Tokenizer
@@ -58,7 +59,7 @@ def read_passages(path: Path, tokenizer: Tokenizer, max_tokens: int) -> list[Pas
     line is {"tokens": [...], "prompt_len": n}, prompt_len being 1 where it is left out. Raises TextError naming the
     file, and the line."""
     try:
-        content = path.read_text(encoding="utf-8")
+        content = read_plain(path).decode("utf-8")
     except (OSError, ValueError) as error:
         raise TextError(f"--text {path} can't be read as UTF-8 text: {error}") from None
     if path.suffix == ".jsonl":

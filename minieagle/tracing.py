@@ -18,7 +18,10 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from minieagle.models.files import FileError, read_plain
 from minieagle.spec.stages import DEFAULT_STEPS, Line, Steps, Trace, TraceError
+
+MAX_TRACE_BYTES = 1 << 30  # a step of one request is some 20 kB
 
 Key = tuple[Hashable, ...]
 
@@ -140,8 +143,8 @@ def _rank(file: Path) -> int:
 
 def _read_file(path: Path) -> list[Line]:
     try:
-        return [Line.from_json(text) for text in path.read_text(encoding="utf-8").splitlines()]
-    except (UnicodeDecodeError, TraceError) as error:
+        return [Line.from_json(text) for text in read_plain(path, MAX_TRACE_BYTES).decode("utf-8").splitlines()]
+    except (UnicodeDecodeError, FileError, TraceError) as error:
         raise TraceError(f"{path}: {error}") from None
 
 

@@ -1,4 +1,4 @@
-"""Files of a model directory, which strangers wrote: only plain files, only so large, JSON only so much of it.
+"""Files that others wrote, of a model directory or beside it: only plain ones, only so large, JSON only so much of it.
 
 The one idea: every bound is checked before memory is taken or a byte is waited for, so that a hostile file costs an
 error message. What a JSON text may grow to in memory is bounded by its values, not by its bytes: "[],[],..." takes 20
@@ -36,7 +36,7 @@ def open_plain(path: Path) -> BinaryIO:
         raise FileError(f"{path} can't be opened: {error}") from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise FileError(f"{path} is a pipe or a device, not a plain file: fetch it again")
+        raise FileError(f"{path} is a pipe or a device: only plain files are read")
     return file
 
 
@@ -48,7 +48,7 @@ def read_plain(path: Path, limit: int = JSON_LIMIT_BYTES) -> bytes:
         except OSError as error:
             raise FileError(f"{path} can't be read: {error}") from None
     if len(content) > limit:
-        raise FileError(f"{path} has more than {limit} bytes, the most that is read: it is not what its name says")
+        raise FileError(f"{path} has more than {limit} bytes, the most that is read")
     return content
 
 

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +20,10 @@ from minieagle.models.eagle3 import DrafterOutput
 from minieagle.models.rows import Rows, Span
 from minieagle.passages import PROMPTS, Passage, read_passages, written
 from minieagle.spec.observe import TextError, observe_texts
+from minieagle.spec.stages import TraceError
 from minieagle.spec.walk import Agreement, Walk, score, total_agreement
+from minieagle.texts import read_documents
+from minieagle.tracing import read as read_trace
 from tests import embedded
 from tests.embedded import params, run, stats
 
@@ -181,3 +186,13 @@ def test_ids_beyond_the_vocabulary_are_refused_before_loading(tmp_path: Path) ->
     (tmp_path / "a.jsonl").write_text('{"tokens": [1, 999999]}')
     with pytest.raises(TextError, match="token id 999999"):
         command("--text", str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
+def test_texts_that_never_end_are_refused_at_once(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(path := tmp_path / "a.txt")
+    for read in (lambda: read_passages(path, embedded.tokenizer(), 10), lambda: [*read_documents(path)]):
+        with pytest.raises(ValueError, match=r"a\.txt"):
+            read()
+    with pytest.raises(TraceError, match=r"a\.txt"):
+        read_trace(path)

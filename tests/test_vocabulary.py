@@ -184,11 +184,11 @@ def test_a_pipe_does_not_block_and_a_folder_is_no_file(tmp_path: Path, name: str
     write_kimi(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    with pytest.raises(ModelError, match=f"has no {name}"):
+    with pytest.raises(ModelError, match=rf"{name} is a pipe, a device, a folder or"):
         Tokenizer(tmp_path)
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()
-    with pytest.raises(ModelError, match=f"has no {name}"):
+    with pytest.raises(ModelError, match=rf"{name} is a pipe, a device, a folder or"):
         Tokenizer(tmp_path)
 
 
@@ -237,11 +237,3 @@ def test_a_panic_while_encoding_is_a_refusal_and_an_interrupt_is_not(raised: Bas
     with pytest.raises(expected or KeyboardInterrupt) as caught:
         vocabulary.encode("x", add_special_tokens=True)
     assert "\x1b" not in str(caught.value)
-
-
-def test_dropout_is_for_training(tmp_path: Path) -> None:
-    content = json.loads(CONTENT["tokenizer.json"])
-    content["model"]["dropout"] = 0.9
-    for name, text in (CONTENT | {"tokenizer.json": json.dumps(content)}).items():
-        (tmp_path / name).write_text(text)
-    assert len({tuple(Tokenizer(tmp_path).encode("the cat sat on the mat")) for _ in range(8)}) == 1
