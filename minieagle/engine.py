@@ -203,6 +203,12 @@ class Engine:
         wrong = [token for token in prompt if not 0 <= token < vocab]
         if wrong:
             raise RequestError(f"prompt token {wrong[0]} is outside the vocabulary 0..{vocab - 1}", param="prompt")
+        beyond = [token for token in request.params.stop_token_ids if token >= vocab]
+        if beyond:
+            raise RequestError(
+                f"stop_token_ids holds {beyond[0]}, outside the vocabulary 0..{vocab - 1}: no answer would stop there",
+                param="stop_token_ids",
+            )
         if len(prompt) >= self.max_context_tokens:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens, the context {self.max_context_tokens} with the answer included: "

@@ -15,14 +15,16 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from threading import Lock, get_ident
 from typing import Any, cast, overload
 
 import torch
 
+from minieagle.arguments import checked_options
 from minieagle.dist.group import alone
 from minieagle.dist.ranks import Ranks
 from minieagle.engine import Engine, EngineConfig, Output, Request, TokenLogprob
-from minieagle.errors import ModelError, RequestError
+from minieagle.errors import MinieagleError, ModelError, RequestError
 from minieagle.models.acceleration import accelerate, check_acceleration
 from minieagle.models.checkpoint import Progress
 from minieagle.models.config import read_json, target_config
@@ -280,12 +282,16 @@ def _check_shape(shape: Shape, draft_vocab_size: int) -> None:
 class LLM:
     """A loaded model. `LLM()` is the embedded one; `LLM(directory, drafter=directory)` any other.
 
-    Options are those of `load_engine`. Not for several threads at once: one engine has one owner.
+    Options are those of `load_engine`; dtype may also be "bfloat16" or "float32". Not for several threads at once: one
+    engine has one owner, and a second thread gets an error while the first one's requests run.
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        self.engine = load_engine(model, **options)
+        """Raises ModelError for an option that is unknown or of the wrong type, and what load_engine raises."""
+        self.engine = load_engine(**checked_options(model=model, **options))
         self.tokenizer = self.engine.tokenizer
+        self._lock = Lock()
+        self._owner = 0
         self._inboxes: dict[int, deque[Output]] = {}
 
     @overload  # a string is a sequence of strings too: this one is tried first
@@ -349,6 +355,12 @@ class LLM:
         **sampling: Any,
     ) -> Result:
         """Answer a conversation: messages are {"role": ..., "content": ...}, rendered by the model's chat template."""
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+        if not is_list or not messages or not all(isinstance(message, Mapping) for message in messages):
+            raise RequestError(
+                f"messages={messages!r:.80} must be a list of at least one {{'role': 'user', 'content': 'text'}}",
+                param="messages",
+            )
         return self.generate(messages, params, spec=spec, **sampling)
 
     def stream(
@@ -361,33 +373,42 @@ class LLM:
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt in any of its three forms."""
         if isinstance(prompt, str):
-            return tuple(self.tokenizer.encode(prompt))
-        if not isinstance(prompt, Sequence):
-            raise RequestError(
-                f"a prompt is a string, token ids or chat messages, got {type(prompt).__name__}", param="prompt"
-            )
+            return tuple(self.tokenizer.encode(prompt, max_context_tokens=self.engine.max_context_tokens))
+        _check_sequence(prompt)
         if all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
             return tuple(prompt)  # type: ignore[arg-type]
-        return tuple(self.tokenizer.encode_chat(prompt))  # type: ignore[arg-type]
+        messages = cast(Sequence[Message], prompt)
+        return tuple(self.tokenizer.encode_chat(messages, max_context_tokens=self.engine.max_context_tokens))
 
     def _params(self, params: SamplingParams | None, sampling: dict[str, Any]) -> SamplingParams:
+        if params is not None and not isinstance(params, SamplingParams):
+            raise RequestError(f"params={params!r:.80} must be a SamplingParams, or pass its fields by name")
         if params is not None and sampling:
             raise RequestError(f"pass params or its fields, not both: got params and {sorted(sampling)}")
         unknown = sorted(set(sampling) - set(SamplingParams.__dataclass_fields__))
         if unknown:
             raise RequestError(
-                f"unknown option {unknown[0]!r}: known are {sorted(SamplingParams.__dataclass_fields__)}"
+                f"unknown option {unknown[0]!r:.80}: known are {sorted(SamplingParams.__dataclass_fields__)}"
             )
         return params if params is not None else SamplingParams(**sampling)
 
     def _spec(self, spec: bool | None) -> bool:
+        if spec is not None and not isinstance(spec, bool):
+            raise RequestError(f"spec={spec!r:.80} must be True, False or None")
         if spec and self.engine.drafter is None:
             raise RequestError("spec=True needs a drafter: load the model with drafter=DIRECTORY, or pass spec=False")
         return self.engine.drafter is not None if spec is None else spec
 
     def _add(self, prompt: Prompt, params: SamplingParams, spec: bool) -> int:
-        request_id = self.engine.add(Request(self.encode(prompt), params, spec))
-        self._inboxes[request_id] = deque()
+        request = Request(self.encode(prompt), params, spec)
+        with self._lock:
+            if self._inboxes and self._owner != get_ident():
+                raise MinieagleError(
+                    "another thread's requests run on this LLM: wait for them, or pass all prompts in one list"
+                )
+            self._owner = get_ident()
+            request_id = self.engine.add(request)
+            self._inboxes[request_id] = deque()
         return request_id
 
     def _try_add(self, prompt: Prompt, params: SamplingParams, spec: bool) -> int | Result:
@@ -435,11 +456,16 @@ def _is_single(prompts: Any) -> bool:
     """Whether this is one prompt (a string, token ids, chat messages) rather than a list of them; [] is no prompts."""
     if isinstance(prompts, str):
         return True
-    if not isinstance(prompts, Sequence):
-        raise RequestError(
-            f"a prompt is a string, token ids or chat messages, got {type(prompts).__name__}", param="prompt"
-        )
+    _check_sequence(prompts)
     return len(prompts) > 0 and isinstance(prompts[0], int | Mapping)
+
+
+def _check_sequence(prompt: Any) -> None:
+    """Bytes would pass for token ids."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
+        raise RequestError(
+            f"a prompt is a string, token ids or chat messages, got {type(prompt).__name__}", param="prompt"
+        )
 
 
 @cache

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import minieagle
-from minieagle import LLM, ModelError, RequestError, SamplingParams
+from minieagle import LLM, MinieagleError, ModelError, RequestError, SamplingParams
 from minieagle.spec.tree import ShapeError
 from tests.embedded import MESSAGES
 
@@ -99,6 +101,41 @@ def test_params_and_fields_exclude_each_other() -> None:
         llm().generate("a", SamplingParams(), temperature=0.5)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "options", "words"),
+    [
+        ("a", {"params": {"temperature": 1}}, "must be a SamplingParams"),
+        ("a", {"spec": "no"}, "spec='no' must be True, False or None"),
+        (b"hi", {}, "got bytes"),
+        ("a", {"stop_token_ids": [10**6]}, "stop_token_ids holds 1000000, outside the vocabulary"),
+        ("x" * 10**6, {}, "1000000 bytes of text are at least .* tokens"),
+    ],
+)
+def test_requests_of_the_wrong_type_are_named(prompt: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        llm().generate(prompt, **options)
+
+
+@pytest.mark.parametrize("messages", ["hi", b"hi", [], 5, [CHAT], ["hi"]])
+def test_a_chat_is_a_list_of_messages(messages: Any) -> None:
+    with pytest.raises(RequestError, match="messages=.* must be a list of at least one"):
+        llm().chat(messages)
+
+
+def test_a_second_thread_is_told_while_the_first_one_s_requests_run() -> None:
+    stream = llm().stream(CHAT, max_tokens=9)
+    next(stream)
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(MinieagleError, match="another thread's requests run on this LLM"):
+            pool.submit(llm().chat, CHAT, max_tokens=2).result()
+        stream.close()
+        assert pool.submit(llm().chat, CHAT, max_tokens=2).result().token_ids
+
+
+def test_names_of_dtypes_are_dtypes() -> None:
+    assert LLM(dtype="float32", device="cpu", spec=False).engine.target.dtype == torch.float32
+
+
 def test_speculation_without_a_drafter_is_refused() -> None:
     plain = LLM(spec=False)
     assert plain.chat(CHAT, max_tokens=3).stats.num_steps == 2
@@ -117,7 +154,21 @@ def test_speculation_without_a_drafter_is_refused() -> None:
         ({"tree": "dynamic:1,3000,50"}, ShapeError, "2048"),
         ({"tree": "chain:100000"}, ShapeError, "32"),
         ({"max_context_tokens": 4096}, ValueError, "2048"),
-        ({"page_sise": 4}, TypeError, "page_sise"),
+        ({"page_sise": 4}, ModelError, "'page_sise' is no option: known are .*page_size"),
+        ({"model": 5}, ModelError, "model=5 must be a path"),
+        ({"drafter": 5}, ModelError, "drafter=5 must be a path"),
+        ({"trace": 5}, ModelError, "trace=5 must be a path"),
+        ({"tree": 5}, ModelError, "tree=5 must be text such as 'chain:5'"),
+        ({"dtype": "float16"}, ModelError, "dtype='float16' must be 'bfloat16' or 'float32'"),
+        ({"dtype": 5}, ModelError, "dtype=5 must be"),
+        ({"device": "foo"}, ModelError, "device='foo' must be 'cpu'"),
+        ({"device": "meta"}, ModelError, "device='meta' must be 'cpu'"),
+        ({"device": "cuda:99"}, ModelError, "device='cuda:99' must be 'cpu'"),
+        ({"boundaries": 5}, ModelError, r"boundaries=5 must be a list of integers"),
+        ({"reduction_slices": "x"}, ModelError, "reduction_slices='x' must be an integer"),
+        ({"spec": "no"}, ModelError, "spec='no' must be True or False"),
+        ({"max_seqs": True}, ModelError, "max_seqs=True must be an integer"),
+        ({"capture_convention": "x" * 999}, ModelError, "capture_convention='x{79} must be"),
     ],
 )
 def test_bad_load_options_are_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
