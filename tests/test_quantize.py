@@ -246,7 +246,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     plain = save_target(tmp_path / "plain")
-    monkeypatch.setattr("minieagle.directory.save_file", interrupted)
+    monkeypatch.setattr("minieagle.models.tensor_file.save_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         quantize_directory(plain, tmp_path / "int4")
     assert [path.name for path in tmp_path.iterdir()] == ["plain"]
@@ -275,6 +275,6 @@ def test_a_disk_that_is_full_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         raise SafetensorError("No space left on device")
 
     plain = save_target(tmp_path / "plain")
-    monkeypatch.setattr("minieagle.directory.save_file", full)
+    monkeypatch.setattr("minieagle.models.tensor_file.save_file", full)
     with pytest.raises(ModelError, match="model.safetensors can't be written: No space left"):
         quantize_directory(plain, tmp_path / "int4")

@@ -330,7 +330,7 @@ def test_an_interrupted_cut_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
             raise OSError(28, "No space left on device")
         save_file(tensors, path)
 
-    monkeypatch.setattr("minieagle.directory.save_file", full)
+    monkeypatch.setattr("minieagle.models.tensor_file.save_file", full)
     with pytest.raises(ModelError, match="cut can't be written: .*No space left"):
         shard_directory(small("plain"), tmp_path / "cut", 2)
     assert not [*tmp_path.iterdir()]
