@@ -14,10 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from minieagle.errors import ModelError
-from minieagle.models.tensor_file import write_tensors
 
 _COPIED = (
     "tokenizer.json",
@@ -52,14 +49,6 @@ def _checked_target(source: Path, target: Path) -> Path:
     if target.is_relative_to(source.resolve()):
         raise ModelError(f"{target} lies inside {source}, which is read: pass a directory elsewhere")
     return target
-
-
-def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One safetensors file. Raises ModelError, for a full disk too."""
-    try:
-        write_tensors(path, tensors)
-    except OSError as error:
-        raise ModelError(str(error)) from error
 
 
 def write_companions(source: Path, target: Path, config: Mapping[str, Any]) -> None:

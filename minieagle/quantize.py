@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minieagle.directory import new_directory, write_companions, write_weights
+from minieagle.directory import new_directory, write_companions
 from minieagle.errors import ModelError
 from minieagle.models.checkpoint import Checkpoint, CheckpointError
 from minieagle.models.config import read_json, target_config
 from minieagle.models.headers import INDEX
 from minieagle.models.int4 import WORD, pack, quantize
+from minieagle.models.tensor_file import write_tensors
 from minieagle.models.weight_groups import group, loaded, weight_faults
 
 _ROUTED = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
@@ -79,7 +80,7 @@ def _convert_file(checkpoint: Checkpoint, names: Iterable[str], target: Path, gr
         if tensor.dtype in _FLOATS and not tensor.isfinite().all():
             raise ModelError(f"{name} holds NaN or infinity: the source is damaged, fetch it again")
         tensors |= quantized(name, tensor, group_size) if _ROUTED.search(name) else {name: tensor}
-    write_weights(target, tensors)
+    write_tensors(target, tensors)
     checkpoint.release()
     return dict.fromkeys(tensors, target.name)
 

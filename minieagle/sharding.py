@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from minieagle.directory import new_directory, write_companions, write_weights
+from minieagle.directory import new_directory, write_companions
 from minieagle.dist.group import MAX_SIZE
 from minieagle.dist.shard import ShardError, Unit, check_divides, rank_bytes
 from minieagle.errors import ModelError
@@ -27,6 +27,7 @@ from minieagle.models.config import TargetConfig, read_json
 from minieagle.models.rank_files import FILE, Made, folder, names_of, piece_of
 from minieagle.models.target_names import by_layer, is_expert
 from minieagle.models.target_weights import give_back_memory, open_target
+from minieagle.models.tensor_file import write_tensors
 from minieagle.models.weight_groups import group, weight_faults
 from minieagle.source import reading
 from minieagle.survey import target_units
@@ -121,6 +122,6 @@ def _cut_layer(
     for rank in range(made.num_ranks):
         held = names_of(made, rank, names, config)
         pieces = {name: piece_of(made, rank, name, tensors[name], stored, block).contiguous() for name in held}
-        write_weights(target / folder(rank, made.num_ranks) / file, pieces)
+        write_tensors(target / folder(rank, made.num_ranks) / file, pieces)
         del pieces
         give_back_memory()
