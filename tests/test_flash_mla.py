@@ -141,13 +141,11 @@ def test_a_target_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = Rows.of(torch.arange(4), [Span(slots, 90, 4, ancestors([-1, 0, 0, 2]))])
     caches = [target.new_cache(120) for _ in range(2)]
     wanted = [target(rows, caches[0]).logits for rows in (prompt, tree)]
-    attention = target.layers[0].attention
-    widths = attention.num_heads, attention.rank, attention.rope
+    widths = target.config.num_attention_heads, target.config.kv_lora_rank, target.config.qk_rope_head_dim
     monkeypatch.setattr(target, "prefix", FlashInferPrefix(torch.device("cpu"), *widths, target.dtype))
-    for rows, logits in zip((prompt, tree), wanted, strict=True):
-        off = target(rows, caches[1]).logits - logits
-        assert float(off.square().mean().sqrt()) < 0.05 * float(logits.std())
-    assert bool(off.any())
+    found = [target(rows, caches[1]).logits for rows in (prompt, tree)]
+    for got, logits in zip(found, wanted, strict=True):
+        assert 0 < float((got - logits).square().mean().sqrt()) < 0.05 * float(logits.std())
 
 
 def test_widths_that_the_kernel_is_not_made_for_are_not_taken() -> None:
