@@ -36,6 +36,7 @@ from minieagle.quantize import quantize_directory
 from minieagle.sampling import SamplingParams
 from minieagle.spec.fingerprint import tokenizer_fingerprint
 from minieagle.spec.train import Report, TrainConfig, Trainer
+from minieagle.streams import run_command
 from minieagle.texts import check_settings, read_texts, sample_prompts, write_texts
 
 console = Console(stderr=True)
@@ -52,25 +53,23 @@ DEMO_PROMPTS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0 done, 1 not the promised result, 2 bad input, 130 interrupted."""
+    """Run one command; returns the exit status: 0 done, 1 not the promised result, 2 bad input, 130 interrupted, 141
+    nobody reads the output any more."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["serve"]:
         return serve.main(arguments[1:])
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    try:
-        group = from_environment()
-        if group.size > 1 and options.command not in OVER_RANKS:
-            raise GroupError(
-                f"{options.command} runs in one process; only {', '.join(OVER_RANKS)} run over several ranks"
-            )
-        with job(group, hang_timeout_s=getattr(options, "hang_timeout", None) or HANG_TIMEOUT_S) as ranks:
-            return _run(options, ranks)
-    except (ValueError, OSError) as error:
-        print(f"minieagle {options.command}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return run_command(options.command, lambda: _over_ranks(options))
+
+
+def _over_ranks(options: argparse.Namespace) -> int:
+    """The command in this process, which may be one of several."""
+    group = from_environment()
+    if group.size > 1 and options.command not in OVER_RANKS:
+        raise GroupError(f"{options.command} runs in one process; only {', '.join(OVER_RANKS)} run over several ranks")
+    with job(group, hang_timeout_s=getattr(options, "hang_timeout", HANG_TIMEOUT_S)) as ranks:
+        return _run(options, ranks)
 
 
 def _run(options: argparse.Namespace, ranks: Ranks) -> int:

@@ -4,11 +4,15 @@ know, and what load_engine makes of them."""
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
 import torch
 
+from minieagle.dist.watch import HANG_TIMEOUT_S
 from minieagle.tracing import add_trace_options
+
+MAX_HANG_TIMEOUT_S = 86_400
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +64,16 @@ def _add_size_options(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, metavar="N", help="CPU threads (default: one for a small model, else all cores)")
 
 
+def _hang_timeout(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 1 <= seconds <= MAX_HANG_TIMEOUT_S:  # a NaN fails every comparison
+        raise argparse.ArgumentTypeError(f"{text!r:.80} must be a number of seconds in 1..{MAX_HANG_TIMEOUT_S}")
+    return seconds
+
+
 def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("ranks, under torchrun").add_argument
     add(
@@ -77,9 +91,10 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--hang-timeout",
-        type=float,
+        type=_hang_timeout,
+        default=HANG_TIMEOUT_S,
         metavar="S",
-        help="end the job when a rank is silent or stuck for this long (default: 8)",
+        help="end the job when a rank is silent or stuck for this many seconds (default: %(default)g)",
     )
 
 

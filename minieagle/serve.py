@@ -25,10 +25,10 @@ from minieagle import server  # noqa: E402
 from minieagle.dist.group import from_environment  # noqa: E402
 from minieagle.dist.job import job  # noqa: E402
 from minieagle.dist.ranks import Ranks  # noqa: E402
-from minieagle.dist.watch import HANG_TIMEOUT_S  # noqa: E402
 from minieagle.engine import Engine  # noqa: E402
 from minieagle.llm import load_engine, obey, set_threads  # noqa: E402
 from minieagle.options import add_engine_options, engine_arguments  # noqa: E402
+from minieagle.streams import run_command  # noqa: E402
 
 EMBEDDED_NAME = "minieagle-demo"
 
@@ -38,16 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     others do what it does."""
     arguments = parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    try:
-        with job(from_environment(), hang_timeout_s=arguments.hang_timeout or HANG_TIMEOUT_S) as ranks:
-            set_threads(arguments.threads, arguments.model)
-            if ranks.leads:
-                return _serve(arguments, ranks)
-            obey(ranks, device=ranks.device, **engine_arguments(arguments))
-            return 0
-    except (ValueError, OSError) as error:  # the user's to mend, whichever folder named it
-        print(f"minieagle serve: {error}", file=sys.stderr)
-        return 2
+    return run_command("serve", lambda: _over_ranks(arguments))
+
+
+def _over_ranks(arguments: argparse.Namespace) -> int:
+    with job(from_environment(), hang_timeout_s=arguments.hang_timeout) as ranks:
+        set_threads(arguments.threads, arguments.model)
+        if ranks.leads:
+            return _serve(arguments, ranks)
+        obey(ranks, device=ranks.device, **engine_arguments(arguments))
+        return 0
 
 
 def _serve(arguments: argparse.Namespace, ranks: Ranks) -> int:
@@ -81,6 +81,12 @@ def _name(model: str | None) -> str:
     return EMBEDDED_NAME if model is None else Path(model).resolve().name
 
 
+def _model_name(text: str) -> str:
+    if not text.strip() or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r:.80} names no model: give one or more printable characters")
+    return text
+
+
 def parser() -> argparse.ArgumentParser:
     """The options: those of every command that runs an engine, and the server's own."""
     options = argparse.ArgumentParser(
@@ -95,6 +101,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--served-model-name",
         nargs="+",
+        type=_model_name,
         default=(),
         metavar="NAME",
         help="names that requests may give; answers carry the first (default: its folder's)",

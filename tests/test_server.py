@@ -583,6 +583,20 @@ def test_inconsistent_options_are_refused(capsys: pytest.CaptureFixture[str], op
     assert cause in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--served-model-name", ""),
+        ("--served-model-name", "a", "\x1b"),
+        *[("--hang-timeout", s) for s in "-1 0 nan inf x".split()],
+    ],
+)
+def test_options_that_mean_nothing_are_refused(capsys: pytest.CaptureFixture[str], options: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        serve.main(["--port", "0", *options])
+    assert f"argument {options[0]}: " in capsys.readouterr().err
+
+
 def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         serve.main(["--spec-algorithm", "EAGLE"])
