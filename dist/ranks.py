@@ -27,8 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
 
+from minieagle.dist.activity import Activity
 from minieagle.dist.group import Group, GroupError
-from minieagle.dist.watch import START_TIMEOUT_S, Activity, Store
+from minieagle.dist.watch import START_TIMEOUT_S, Store
 
 ANNOUNCED = 4095
 """Integers that travel in one message; longer ones take a second."""

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minieagle.dist import watch
-from minieagle.dist.watch import BEAT_S, HANG_TIMEOUT_S, Activity, Clock, Peer, Still, Watch
+from minieagle.dist.activity import Activity
+from minieagle.dist.watch import BEAT_S, HANG_TIMEOUT_S, Clock, Peer, Still, Watch
 
 ELSEWHERE = "4711 another host"
 
