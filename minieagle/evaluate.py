@@ -59,7 +59,9 @@ class Evaluation:
         return [score for score in self.scores if isinstance(score, Agreement)]
 
     def table(self) -> Table:
-        table = Table("texts", "number", "scored tokens", "tokens per step", "by depth")
+        scores = ["tokens per step", "acceptance by depth"] * bool(self.walks)
+        scores += ["agreement by depth"] * bool(self.agreements)
+        table = Table("texts", "number", "scored tokens", *scores)
         if self.walks:
             walk = total(self.walks)
             acceptance = [reached / max(1, walk.num_steps) for reached in walk.reached]
@@ -67,7 +69,7 @@ class Evaluation:
             table.add_row("the target's own, greedy", str(len(self.walks)), *figures)
         if self.agreements:
             agreement = total_agreement(self.agreements)
-            figures = [str(agreement.counts[0]), "-", _depths(agreement.rates)]
+            figures = [str(agreement.counts[0]), *["-", "-"] * bool(self.walks), _depths(agreement.rates)]
             table.add_row("others", str(len(self.agreements)), *figures)
         return table
 

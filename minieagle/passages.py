@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from minieagle.models.files import read_plain
 from minieagle.sampling import SamplingParams
 from minieagle.spec.observe import TextError
 from minieagle.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 PROMPTS = (
     "I would like to find a restaurant in San Jose.",
@@ -66,12 +69,21 @@ def read_passages(path: Path, tokenizer: Tokenizer, max_tokens: int) -> list[Pas
         lines = [(number, line) for number, line in enumerate(content.splitlines(), start=1) if line.strip()]
         found = [_passage(line, f"{path}:{number}") for number, line in lines]
     else:
+        _warn_of_marks(content, path, tokenizer)
         ids = tokenizer.encode(content)
         pieces = [ids[start : start + max_tokens] for start in range(0, len(ids), max_tokens)]
         found = [Passage(str(path), tuple(piece), 1) for piece in pieces]
     if not any(len(passage.tokens) > passage.prompt_len for passage in found):
         raise TextError(f"--text {path} holds nothing to score: a passage needs a token behind its prompt")
     return found
+
+
+def _warn_of_marks(content: str, path: Path, tokenizer: Tokenizer) -> None:
+    """Plain text is text throughout, which may not be what marks in it are meant for."""
+    marks = ("<|endoftext|>", *map(tokenizer.token_name, sorted(tokenizer.special_ids)))
+    found = next((mark for mark in marks if mark and mark in content), None)
+    if found is not None:
+        _log.warning("%s holds %s, which is read as text, not as a token; write ids in .jsonl to mean one", path, found)
 
 
 def _passage(line: str, where: str) -> Passage:

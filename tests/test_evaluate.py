@@ -122,6 +122,25 @@ def test_without_a_text_the_target_writes(capsys: pytest.CaptureFixture[str]) ->
     assert "greedy" in out and "tokens per step: emitted tokens" in out and "agreement by depth" not in out
 
 
+def test_columns_say_which_number_they_hold() -> None:
+    own_text = own()[0]
+    found = evaluated([own_text, changed(own_text)])
+    titles = [str(column.header) for column in found.table().columns]
+    assert titles[3:] == ["tokens per step", "acceptance by depth", "agreement by depth"]
+    assert [list(column.cells)[1] for column in found.table().columns][3:5] == ["-", "-"]
+    alone = Evaluation(found.passages[1:], found.scores[1:])
+    assert [str(column.header) for column in alone.table().columns][3:] == ["agreement by depth"]
+
+
+def test_marks_in_plain_text_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.txt").write_text("one<|endoftext|>two", encoding="utf-8")
+    (tmp_path / "b.txt").write_text("one<|im_end|>two", encoding="utf-8")
+    (tmp_path / "c.txt").write_text("one two", encoding="utf-8")
+    for name in "abc":
+        read_passages(tmp_path / f"{name}.txt", embedded.tokenizer(), 8)
+    assert [record.args[1] for record in caplog.records if record.args] == ["<|endoftext|>", "<|im_end|>"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
