@@ -60,7 +60,7 @@ class EngineConfig:
             if value is None and name in ("max_context_tokens", "cache_tokens"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+                raise ValueError(f"{name}={value!r:.80} must be an integer of at least 1")
 
     def context(self, limit: int) -> int:
         """Tokens of a context, for a model of that limit. Raises ValueError for a context beyond it, and for pages that

@@ -179,7 +179,7 @@ def _named_cause(error: ValidationError) -> RequestError:
     """The first of a validation's findings, in our words where they can be clearer than the library's."""
     finding = error.errors(include_url=False)[0]
     path = finding["loc"] if finding["loc"][0] == "stream_options" else finding["loc"][:1]  # beyond: union branches
-    name = ".".join(map(str, path))
+    name = ".".join(map(str, path))[:80]
     if finding["type"] == "extra_forbidden":
         return RequestError(f"{name} is not a field that this server knows; remove it", param=name)
     if finding["type"] == "missing":

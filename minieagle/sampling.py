@@ -61,7 +61,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", _strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
-            raise SamplingError(f"ignore_eos is {self.ignore_eos!r}: it must be true or false")
+            raise SamplingError(f"ignore_eos is {self.ignore_eos!r:.80}: it must be true or false")
 
     @property
     def is_greedy(self) -> bool:
@@ -69,7 +69,7 @@ class SamplingParams:
 
 
 _Bound = tuple[str, float, float, str]
-_LEAST = 2.0**-53  # an open lower bound of 0
+_LEAST = 2.0**-53  # below it float64 holds 1 - p and 1 for one number
 _REAL_BOUNDS: tuple[_Bound, ...] = (
     ("temperature", 0, 100, "0 is greedy, 1 the model's own distribution"),
     ("top_p", _LEAST, 1, "1 keeps every token; for greedy set temperature to 0"),
@@ -88,16 +88,15 @@ _OPTIONAL_BOUNDS: tuple[_Bound, ...] = (
 def _real(name: str, value: object, low: float, high: float, remedy: str) -> float:
     # a NaN fails every comparison
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
-        bounds = f"above 0 and at most {high:g}" if low == _LEAST else f"in {low:g}..{high:g}"
-        raise SamplingError(f"{name} is {value!r}: it must be a number {bounds} ({remedy})")
+        raise SamplingError(f"{name} is {value!r:.80}: it must be a number in {low:.3g}..{high:g} ({remedy})")
     if name == "temperature" and 0 < value < 1e-6:
-        raise SamplingError(f"temperature is {value!r}: below 1e-6 it is greedy in all but name; use 0")
+        raise SamplingError(f"temperature is {value!r:.80}: below 1e-6 it is greedy in all but name; use 0")
     return float(value)
 
 
 def _check_integer(name: str, value: object, low: float, high: float, remedy: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise SamplingError(f"{name} is {value!r}: it must be an integer in {low}..{high} ({remedy})")
+        raise SamplingError(f"{name} is {value!r:.80}: it must be an integer in {low}..{high} ({remedy})")
 
 
 def _strings(value: object) -> tuple[str, ...]:
@@ -115,7 +114,7 @@ def _strings(value: object) -> tuple[str, ...]:
 
 def _token_ids(value: object) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
-        raise SamplingError(f"stop_token_ids is {value!r}: it must be a list of token ids")
+        raise SamplingError(f"stop_token_ids is {value!r:.80}: it must be a list of token ids")
     for item in value:
         _check_integer("a stop token id", item, 0, 2**31 - 1, "ids of the vocabulary")
     return tuple(value)

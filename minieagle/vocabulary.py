@@ -133,7 +133,7 @@ def _check_token(token: object, where: str) -> None:
         raise ModelError(f"{where} must be an object with its text under content; copy the file again")
     flags = [flag for flag in _SWALLOWING if token.get(flag)]
     if flags:
-        raise ModelError(f"{where}: {content!r} sets {', '.join(flags)}, which is not supported; set it to false")
+        raise ModelError(f"{where}: {content!r:.80} sets {', '.join(flags)}, which is not supported; set it to false")
 
 
 def _check_id(token_id: object, where: str) -> None:

@@ -258,7 +258,7 @@ def _check_kind(config: Mapping[str, Any], known: tuple[str, ...], where: str) -
     refuse_unless({"model_type": (None, *known)}, config, where)
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list):
-        raise ConfigError(f"{where}: architectures={architectures!r} is not a list")
+        raise ConfigError(f"{where}: architectures={architectures!r:.80} is not a list")
     for name in architectures:
         refuse_unless({"architectures": _ARCHITECTURES}, {"architectures": name}, where)
 
@@ -285,7 +285,7 @@ def text_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 def _one_rope(described: Any, name: str) -> Yarn | str | None:
     """YaRN as one description has it, "no scaling" for plain RoPE, None when it says nothing but a base."""
     if not isinstance(described, dict):
-        raise ConfigError(f"config.json: {name}={described!r} is not an object")
+        raise ConfigError(f"config.json: {name}={described!r:.80} is not an object")
     refuse_unless(_FIXED_ROPE, described, f"config.json: {name}")
     kind = agreed(*[(f"{name}.{key}", described.get(key)) for key in ("rope_type", "type")])
     if kind is None and not described.keys() - {"rope_theta"}:
@@ -293,7 +293,7 @@ def _one_rope(described: Any, name: str) -> Yarn | str | None:
     if kind == "default":
         return "no scaling"
     if kind != "yarn":
-        raise ConfigError(f"config.json: {name} of type {kind!r} is not supported; known: 'default', 'yarn'")
+        raise ConfigError(f"config.json: {name} of type {kind!r:.80} is not supported; known: 'default', 'yarn'")
     known = {field: described[field] for field in Yarn.__dataclass_fields__ if described.get(field) is not None}
     for field in ("factor", "original_max_position_embeddings"):
         _need(known, field)
@@ -321,7 +321,7 @@ def _first_dense(config: Mapping[str, Any]) -> int | None:
     if not isinstance(kinds, list) or kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
         raise ConfigError(f"config.json: mlp_layer_types={kinds!r:.200} must be 'dense' layers, then 'sparse' ones")
     if len(kinds) != layers:
-        raise ConfigError(f"config.json: mlp_layer_types has {len(kinds)} layers, but num_hidden_layers={layers!r}")
+        raise ConfigError(f"config.json: mlp_layer_types has {len(kinds)} layers, but num_hidden_layers={layers!r:.80}")
     first: int = agreed(("first_k_dense_replace", stated), ("the dense layers of mlp_layer_types", dense))
     return first
 
@@ -345,7 +345,7 @@ def _quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     if block is None:
         return {}
     if not isinstance(block, dict):
-        raise ConfigError(f"config.json: quantization_config={block!r} is not an object")
+        raise ConfigError(f"config.json: quantization_config={block!r:.80} is not an object")
     method, form = block.get("quant_method"), block.get("format")
     if method == "fp8":
         return {"fp8_block": _fp8_block(block)}
@@ -365,7 +365,7 @@ def _fp8_block(block: Mapping[str, Any]) -> tuple[int, int]:
     size = block.get("weight_block_size")
     if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
         raise ConfigError(
-            f"config.json: quantization weight_block_size={size!r} is not supported; FP8 needs two positive integers"
+            f"config.json: quantization weight_block_size={size!r:.80} is not supported; FP8 needs two integers > 0"
         )
     return size[0], size[1]
 
@@ -381,14 +381,14 @@ def _group_size(block: Mapping[str, Any]) -> int:
         refuse_unless({name: values}, {name: weights.get(name)}, "config.json: quantization")
     size = _need(weights, "group_size")
     if type(size) is not int or size < 1:
-        raise ConfigError(f"config.json: quantization group_size={size!r} must be a positive integer")
+        raise ConfigError(f"config.json: quantization group_size={size!r:.80} must be a positive integer")
     return size
 
 
 def _check_layers(config: Mapping[str, Any]) -> None:
     kinds = config.get("layer_types") or []
     if not isinstance(kinds, list) or not all(kind in _LAYER_TYPES for kind in kinds):
-        raise ConfigError(f"config.json: layer_types={kinds!r} is not supported; known: {_LAYER_TYPES}")
+        raise ConfigError(f"config.json: layer_types={kinds!r:.80} is not supported; known: {_LAYER_TYPES}")
 
 
 # Computed from other fields, hence not read under their own name.

@@ -111,7 +111,9 @@ def parse_capture(
     missing convention could tell what the ids mean.
     """
     if convention not in (None, "in", "out"):
-        raise BoundaryError(f"convention is {convention!r}: say 'in' (input of layer i) or 'out' (output of layer i)")
+        raise BoundaryError(
+            f"convention is {convention!r:.40}: say 'in' (input of layer i) or 'out' (output of layer i)"
+        )
     if convention is not None and boundaries is not None:
         raise BoundaryError(f"boundaries={list(boundaries)} and convention={convention!r}: pass one of them")
     found = _declared(config)

@@ -151,7 +151,7 @@ def parse_shape(text: str) -> Shape:
         return TreeShape.chain(flat[0])
     if kind == "dynamic" and len(flat) == len(paths) == 3:
         return TreeShape(*flat)
-    raise ShapeError(f"{text!r} is no tree: write chain:5, dynamic:STEPS,TOPK,NODES or static:0,1,0.0")
+    raise ShapeError(f"{text!r:.80} is no tree: write chain:5, dynamic:STEPS,TOPK,NODES or static:0,1,0.0")
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ def _tree(root: int, num_nodes: int, row: list[int]) -> Tree:
 
 def _check_int(name: str, value: object, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ShapeError(f"{name} is {value!r}: it must be an integer of at least {low}")
+        raise ShapeError(f"{name} is {value!r:.80}: it must be an integer of at least {low}")
 
 
 def _checked_choices(choices: Sequence[Sequence[int]]) -> tuple[Path, ...]:
