@@ -19,10 +19,13 @@ from typing import NoReturn
 
 from minieagle.dist.group import Group, GroupError
 from minieagle.dist.ranks import RankLost, Ranks
-from minieagle.dist.watch import HANG_TIMEOUT_S, START_TIMEOUT_S, Watch, end
+from minieagle.dist.watch import BEAT_S, HANG_TIMEOUT_S, START_TIMEOUT_S, Watch, end
 
 _ORDERLY = (ValueError, OSError, KeyboardInterrupt, SystemExit)
 """What may end rank 0's work without anything being wrong with the ranks."""
+
+MIN_TIMEOUT_S = 3 * BEAT_S
+"""With less, a single late beat would end the job."""
 
 _POLL_S = 0.02
 _CLOSE_TIMEOUT_S = 20
@@ -31,7 +34,12 @@ _CLOSE_TIMEOUT_S = 20
 @contextmanager
 def job(group: Group, *, hang_timeout_s: float = HANG_TIMEOUT_S) -> Generator[Ranks]:
     """The ranks of `group`, connected and watched, until the block ends. A fault ends the process of a rank that isn't
-    alone. Raises GroupError when the ranks can't be connected."""
+    alone. Raises GroupError when the ranks can't be connected, or hang_timeout_s is below MIN_TIMEOUT_S."""
+    if hang_timeout_s < MIN_TIMEOUT_S:
+        raise GroupError(
+            f"hang timeout={hang_timeout_s:g} s must be at least {MIN_TIMEOUT_S:g} s: ranks give a sign of life once a "
+            "second"
+        )
     ranks = Ranks(group)
     if ranks.size == 1:
         yield ranks

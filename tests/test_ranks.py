@@ -21,7 +21,8 @@ import httpx
 import pytest
 import torch
 
-from minieagle.dist.group import Group
+from minieagle.dist.group import Group, GroupError
+from minieagle.dist.job import job
 from minieagle.dist.ranks import ANNOUNCED, RankLost, Ranks, _in_company, _listen_on_loopback
 from tests.rank_worker import ROOT, Groups
 
@@ -95,7 +96,7 @@ def test_ctrl_c_at_rank_0_lets_the_others_go_in_order(groups: Groups, stage: str
 
 def test_rank_0_may_wait_for_its_user(groups: Groups) -> None:
     """Longer than the time after which a rank that others wait for is stuck."""
-    statuses, said = suffered(groups, "none", "idle", 0, timeout_s=1.0, idle_s=4.0)
+    statuses, said = suffered(groups, "none", "idle", 0, timeout_s=3.0, idle_s=6.0)
     assert statuses == [0, 0] and "minieagle" not in said
 
 
@@ -105,6 +106,17 @@ def test_two_jobs_on_one_host_do_not_collide(groups: Groups) -> None:
         replies = groups.ask(task="announce", size=2, length=3)
         assert "heard" in replies[1]
         check_all_ended(suffered(groups, "kill", "load", 1)[0], 1, -signal.SIGKILL)
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, 0.5, 2.9])
+def test_less_patience_than_three_beats_is_refused(timeout_s: float) -> None:
+    """A single late beat would end the job."""
+    group = Group(0, 2, torch.device("cpu"))
+    with (
+        pytest.raises(GroupError, match=f"hang timeout={timeout_s:g} s must be at least 3 s"),
+        job(group, hang_timeout_s=timeout_s),
+    ):
+        pass
 
 
 # ---- the connection
