@@ -37,7 +37,7 @@ from minieagle.sampling import SamplingParams
 from minieagle.spec.fingerprint import tokenizer_fingerprint
 from minieagle.spec.train import Report, TrainConfig, Trainer
 from minieagle.streams import run_command
-from minieagle.texts import check_settings, read_texts, sample_prompts, write_texts
+from minieagle.texts import Messages, check_settings, read_texts, sample_prompts, write_texts
 
 console = Console(stderr=True)
 
@@ -351,15 +351,46 @@ def _quantize(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
+    """All that can be refused is, before hours of writing texts."""
     _check_train(options)
-    path = options.output / "training" / "texts.jsonl"
-    if (options.output / "config.json").exists() and not path.exists():
-        raise ValueError(f"{options.output} holds another model, which training would replace: pass a new directory")
     prompts = sample_prompts(options.corpus, options.num_prompts, options.seed)
+    if len(prompts) < 2:
+        raise ValueError(f"{len(prompts)} conversations are too few to train on: one is kept for scoring")
     llm = LLM(options.model, spec=False, max_seqs=options.max_seqs)
-    target = llm.engine.target
-    drafter, training = _drafter_config(options, llm), _train_config(options)  # checked before hours of writing texts
-    check_fits(drafter, target.config)
+    drafter, training = _drafter_config(options, llm), _train_config(options)
+    check_fits(drafter, llm.engine.target.config)
+    texts = _texts(options, llm, prompts)
+    tokenizer = tokenizer_fingerprint(llm.tokenizer.directory)
+    trainer = Trainer(llm.engine.target, texts, drafter, training, options.output, tokenizer=tokenizer)
+    with _counting() as progress:
+        task = progress.add_task("updates", total=options.num_updates, completed=trainer.update)
+        trainer.run(lambda report: _train_report(progress, task, report))
+    console.print(f"drafter written to {options.output}")
+    return 0
+
+
+def _check_train(options: argparse.Namespace) -> None:
+    """What needs neither corpus nor target to be refused."""
+    if not options.boundaries:
+        raise ValueError("--boundaries is needed: name the target states the drafter reads, such as --boundaries 2 5 7")
+    for name in ("num_prompts", "new_tokens", "num_heads", "num_kv_heads"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
+    _train_config(options)
+    if (options.output / "config.json").exists() and not _texts_path(options).exists():
+        raise ValueError(f"{options.output} holds another model, which training would replace: pass a new directory")
+
+
+def _texts_path(options: argparse.Namespace) -> Path:
+    path: Path = options.output / "training" / "texts.jsonl"
+    return path
+
+
+def _texts(options: argparse.Namespace, llm: LLM, prompts: list[Messages]) -> list[tuple[int, ...]]:
+    """The texts that the target writes, or wrote before it was interrupted."""
+    path, room = _texts_path(options), llm.engine.max_context_tokens
+    if options.new_tokens >= room:
+        raise ValueError(f"--new-tokens {options.new_tokens} must be below {room}, the target's context")
     settings = {name: getattr(options, name) for name in ("num_prompts", "new_tokens", "seed")}
     check_settings(path.with_name("texts.json"), settings | {"corpus": [file.name for file in options.corpus]})
     if len(prompts) < options.num_prompts:
@@ -374,23 +405,10 @@ def _train(options: argparse.Namespace) -> int:
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     texts = read_texts(path)
-    tokenizer = tokenizer_fingerprint(llm.tokenizer.directory)
-    trainer = Trainer(target, [text.tokens for text in texts], drafter, training, options.output, tokenizer=tokenizer)
-    with _counting() as progress:
-        task = progress.add_task("updates", total=options.num_updates, completed=trainer.update)
-        trainer.run(lambda report: _train_report(progress, task, report))
-    console.print(f"drafter written to {options.output}")
-    return 0
-
-
-def _check_train(options: argparse.Namespace) -> None:
-    """What needs no target to be refused."""
-    if not options.boundaries:
-        raise ValueError("--boundaries is needed: name the target states the drafter reads, such as --boundaries 2 5 7")
-    for name in ("num_prompts", "new_tokens", "num_heads", "num_kv_heads"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
-    _train_config(options)
+    if len(texts) < len(prompts):
+        left_out = len(prompts) - len(texts)
+        console.print(f"{left_out} prompts left out: with --new-tokens they exceed the context of {room} tokens")
+    return [text.tokens for text in texts]
 
 
 def _drafter_config(options: argparse.Namespace, llm: LLM) -> DrafterConfig:

@@ -19,7 +19,7 @@ from typing import Any
 from minieagle.engine import Engine, Request
 from minieagle.errors import ModelError
 from minieagle.models.config import read_json
-from minieagle.models.files import open_plain
+from minieagle.models.files import FileError, open_plain
 from minieagle.sampling import SamplingParams
 
 Messages = list[dict[str, str]]
@@ -39,8 +39,10 @@ def read_documents(path: Path) -> Iterator[Messages]:
     `<|endoftext|>`."""
     try:
         with open_plain(path) as file:
-            yield from _documents(io.TextIOWrapper(lzma.open(file) if path.suffix == ".xz" else file, encoding="utf-8"))
-    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
+            unpacked = lzma.open(file) if path.suffix == ".xz" else file
+            with io.TextIOWrapper(unpacked, encoding="utf-8") as lines:
+                yield from _documents(lines)
+    except (OSError, EOFError, UnicodeDecodeError, FileError, lzma.LZMAError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ModelError(
             f"the corpus {path} can't be read ({why}): pass files of conversations, plain text or .xz"

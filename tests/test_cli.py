@@ -12,6 +12,9 @@ from minieagle.models.drafter_weights import load_drafter
 from tests import embedded
 from tests.embedded import MESSAGES
 
+# A file of conversations that is always there.
+CORPUS = str(Path(__file__).with_name("corpus.txt"))
+
 
 def test_generate_prints_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", MESSAGES[0], "--max-tokens", "20", "--stats"]) == 0
@@ -52,6 +55,8 @@ def test_demo_and_bench_show_the_same_text(capsys: pytest.CaptureFixture[str]) -
         (["train", "x", "--corpus", "no/such"], "--boundaries"),
         (["train", "x", "--corpus", "no/such", "--boundaries", "2"], "the corpus no/such can't be read"),
         (["train", "x", "--corpus", "no/such", "--boundaries", "2", "--num-heads", "0"], "--num-heads 0"),
+        (["train", "x", "--corpus", CORPUS, "--boundaries", "2", "--num-prompts", "1"], "1 conversations are too few"),
+        (["train", "x", "--corpus", CORPUS, "--boundaries", "2", "--new-tokens", "2048"], "--new-tokens 2048 must be"),
         (["train", "x", "--corpus", "no/such", "--boundaries", "2", "--learning-rate", "0"], "learning_rate"),
     ],
 )

@@ -31,6 +31,7 @@ def test_conversations_are_parted_and_lines_go_on(name: str, tmp_path: Path) -> 
         ("cut.xz", lzma.compress(CORPUS.encode())[:-8]),
         ("other.xz", CORPUS.encode()),
         ("latin.txt", b"User: \xff"),
+        (".", None),
     ],
 )
 def test_a_corpus_that_cannot_be_read_is_named(name: str, content: bytes | None, tmp_path: Path) -> None:
