@@ -198,8 +198,8 @@ def _render(
     except TemplateFault as fault:
         if fault.broken:
             raise RequestError(
-                f"messages: the chat template in {markup.template.where} can't be used: {guard.clear(str(fault))}; "
-                "mend it, or send a plain prompt",
+                f"messages: the chat template in {markup.template.where} fails: {guard.clear(str(fault))}; "
+                "mend it, or shorten the conversation",
                 param="messages",
             ) from None
         raise RequestError(

@@ -51,7 +51,7 @@ def test_a_template_s_fault_is_told(source: str, cause: str) -> None:
 @pytest.mark.parametrize("name", ["a loop without end", "a doubling", "division"])
 def test_a_template_s_fault_costs_the_request_that_it_spoils(name: str) -> None:
     tokenizer = family("Kimi-K2", "{% set n = messages | length - 1 %}" + FAULTS[name][0])
-    with pytest.raises(RequestError, match=r"messages: the chat template in .*chat_template.* can't be used"):
+    with pytest.raises(RequestError, match=r"messages: the chat template in .*chat_template.* fails: "):
         tokenizer.encode_chat(USER)
 
 

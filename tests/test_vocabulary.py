@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -229,7 +230,7 @@ class Panic(BaseException):
 @pytest.mark.parametrize(("raised", "expected"), [(Panic("at\x1b[2J"), RequestError), (KeyboardInterrupt(), None)])
 def test_a_panic_while_encoding_is_a_refusal_and_an_interrupt_is_not(raised: BaseException, expected: Any) -> None:
     class Library:
-        def encode(self, text: str, add_special_tokens: bool) -> None:
+        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> None:
             raise raised
 
     with tempfile.TemporaryDirectory() as directory:
@@ -237,3 +238,20 @@ def test_a_panic_while_encoding_is_a_refusal_and_an_interrupt_is_not(raised: Bas
     with pytest.raises(expected or KeyboardInterrupt) as caught:
         vocabulary.encode("x", add_special_tokens=True)
     assert "\x1b" not in str(caught.value)
+
+
+def test_other_threads_go_on_while_one_encodes(tmp_path: Path) -> None:
+    tokenizer, ticks, done = Tokenizer(write_deepseek(tmp_path, *THINK)), list[int](), threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.0005):
+            ticks.append(1)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    before = len(ticks)
+    tokenizer.encode("the cat sat " * 50_000)
+    during = len(ticks) - before
+    done.set()
+    thread.join()
+    assert during > 9
