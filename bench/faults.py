@@ -47,8 +47,8 @@ class Fault:
     replaced, None removes one. tensors: edits them in place. engine: fields of Reading that the engine gets wrong.
     convention: what the user says of layer ids. foreign: the config is in SpecForge's format. stated: fields of a
     wiring.json that are replaced, None where there is no such file. refused: at load. num_changes: how many single
-    changes of the grid away from health. is_weak: costs a tenth of a token per step or so, which takes a longer text to
-    see; one that costs less than errors is a note."""
+    changes of the grid away from health. is_weak: costs half a token per step or less, which takes a longer text to
+    see; what costs less than the errors is a note."""
 
     name: str
     expect: str
@@ -239,6 +239,7 @@ FAULTS: tuple[Fault, ...] = (
         expect="embeddings: the target's",
         config={"own_embeddings": True},
         tensors=_random_embeddings,
+        is_weak=True,
     ),
     # Its weights
     Fault(name="layer under another name", expect="midlayer.", tensors=_rename_layer, refused=True),

@@ -1,8 +1,9 @@
-"""`minieagle doctor`: why a drafter is accepted less than it should be, measured, in a table, JSON and a picture.
+"""`minieagle doctor`: why a drafter is accepted less than it should be, measured.
 
-The one idea: everything that can be known is gathered into one `Report`, also when the drafter is refused at load, and
-table, JSON and HTML are views of it. The measuring is spec/doctor.py's, the checks without a model run are
-spec/checks.py's. By default the target writes the text itself, greedily, from a few prompts.
+The one idea: everything that can be known is gathered into one `Report` (report.py), also when the drafter is refused
+at load. The measuring is spec/doctor.py's, the checks without a model run are spec/checks.py's. By default the target
+writes the text itself, greedily, from a few prompts; a fault that a text which is not its own seems to show is measured
+again on one that is. What the files leave open (`Question`) is guessed, and the guess is measured as any reading is.
 """
 
 from __future__ import annotations
@@ -11,24 +12,24 @@ import argparse
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from minieagle.errors import ModelError
 from minieagle.heatmap import page
 from minieagle.models.checkpoint import CheckpointError
 from minieagle.models.config import ConfigError, TargetConfig, read_json
 from minieagle.models.deepseek import Target
-from minieagle.models.drafter_config import DrafterConfig, drafter_config
-from minieagle.models.drafter_weights import DrafterCheckpoint, check_fits, check_tensors, load_drafter
+from minieagle.models.drafter_config import DrafterConfig
+from minieagle.models.drafter_weights import check_fits, load_drafter
 from minieagle.models.eagle3 import Drafter
 from minieagle.passages import Passage, read_passages, written
+from minieagle.report import Report, show
 from minieagle.source import add_source_options, drafter_directory, model_directory, open_source, reading
 from minieagle.spec.boundary import BoundaryError, default_inputs
 from minieagle.spec.checks import (
@@ -45,7 +46,6 @@ from minieagle.spec.doctor import (
     Cause,
     Diagnosis,
     Recording,
-    Result,
     check_lengths,
     diagnose,
     is_mended,
@@ -72,98 +72,16 @@ PASSAGE_TOKENS = 512
 MAX_TOKENS = 2048
 """Of a text file: the first so many tokens, in passages; more would tell no more, only take longer."""
 
-NOTES = (
-    "agreement by depth: share of positions where the drafter's first choice is the target's greedy one, given the "
-    "text's own tokens above; a choice outside the draft vocabulary is a miss",
-    "tokens per step: 1 + the mean run of right drafts from every position, an estimate of a greedy chain of 5; gains "
-    "are over the same positions, with their standard error",
-    "log-probability: mean over the target's choices that are in the draft vocabulary, each at least -10",
-    "the text to measure on is the target's own output: on other text a healthy drafter agrees badly too",
-)
 STAMP = "measured by minieagle doctor"
 
 
 @dataclass(frozen=True)
 class Question:
     """What the drafter's files leave open. why: the words of the refusal; fields: those of DrafterConfig that are
-    measured instead, none where a wiring.json is set aside because it is stale or another target's."""
+    measured instead, none where a wiring.json is set aside because it is damaged, stale or another target's."""
 
     why: str
     fields: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What the doctor found. refusal: why the drafter can't be loaded; then there is no diagnosis. undecided: what the
-    drafter's files leave open and was measured instead. causes: likeliest first, none when all is well. notes: what
-    else is to be said of the measuring."""
-
-    model: str
-    drafter: str
-    refusal: str | None = None
-    undecided: str | None = None
-    notes: tuple[str, ...] = ()
-    num_positions: int = 0
-    diagnosis: Diagnosis | None = None
-    findings: tuple[Finding, ...] = ()
-    causes: tuple[Cause, ...] = ()
-    fixed: str | None = None
-    wiring: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def verdict(self) -> str:
-        if self.refusal is not None:
-            return "refused"
-        if self.diagnosis and not self.diagnosis.is_judged and self.causes == self.diagnosis.causes:
-            return "unjudged"
-        return "fault" if self.causes else "healthy"
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything, with one entry a reading."""
-        found = self.diagnosis
-        return {
-            "verdict": self.verdict,
-            "model": self.model,
-            "drafter": self.drafter,
-            "refusal": self.refusal,
-            "undecided": self.undecided,
-            "num_positions": self.num_positions,
-            "causes": [_cause_json(cause) for cause in self.causes],
-            "best": found.best.name if found else None,
-            "own_share": found.own_share if found else None,
-            "suspect": found.suspect.name if found and found.suspect else None,
-            "notes": list(self.notes),
-            "alike": [result.name for result in found.alike] if found else [],
-            "findings": [vars(finding) for finding in self.findings],
-            "readings": [_result_json(result, found.base) for result in found.results] if found else [],
-            "fixed": self.fixed,
-            "wiring": self.wiring,
-            "meaning": list(NOTES),
-        }
-
-
-def _cause_json(cause: Cause) -> dict[str, Any]:
-    gain = cause.result.gain if cause.result else None
-    return {
-        "cause": cause.sentence,
-        "remedy": cause.remedy,
-        "reading": cause.result.name if cause.result else None,
-        "gain": gain.mean if gain else None,
-        "error": gain.error if gain else None,
-    }
-
-
-def _result_json(result: Result, base: Result) -> dict[str, Any]:
-    return {
-        "reading": result.name,
-        "tokens_per_step": base.score.tokens_per_step + result.gain.mean,
-        "gain": result.gain.mean,
-        "error": result.gain.error,
-        "agreement_by_depth": result.score.rates,
-        "log_prob": base.score.log_prob + result.nats.mean,
-        "positions": len(result.score.hits),
-        "ruled_out": result.ruled_out,
-    }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -189,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
         raise ModelError("--stream-layers needs --text FILE: a target that is read from disk can't write texts itself")
     errors = Console(stderr=True)
     report = examine(options, errors)
-    _show(report, errors if options.json == "-" else Console())
+    show(report, errors if options.json == "-" else Console())
     if options.json == "-":
         print(json.dumps(report.to_json(), indent=1))
     elif options.json:
@@ -215,27 +133,22 @@ def examine(options: argparse.Namespace, console: Console) -> Report:
     except (ConfigError, CheckpointError, BoundaryError) as error:
         return replace(report, refusal=_own_words(error))
     report = replace(report, undecided=question.why if question else None)
-    if passages is not None:
-        report = _measured(report, source, drafter, wiring, question, passages, directory, console)
-        confirm = isinstance(source, Target) and report.causes and _is_foreign(report)
-    if passages is None or confirm:
-        passages = written(cast(Target, source), tokenizer, NEW_TOKENS, ignore_eos=True)
-        notes = (_confirming(report),) if report.diagnosis else ()
-        report = _measured(report, source, drafter, wiring, question, passages, directory, console)
-        report = replace(report, notes=notes)
+    passages, own = passages or _written(source, tokenizer), passages is None
+    measure = partial(_measured, report, source, drafter, wiring, question, directory, console)
+    report = measure(passages)
+    if not own and report.causes and report.own_share < OWN_TEXT and isinstance(source, Target):
+        report = replace(measure(_written(source, tokenizer)), notes=(_confirming(report),))
     return replace(report, fixed=fix(report, directory, source, wiring, question, options)) if options.fix else report
 
 
-def _is_foreign(report: Report) -> bool:
-    return report.diagnosis is not None and report.diagnosis.own_share < OWN_TEXT
+def _written(source: Source, tokenizer: Tokenizer) -> list[Passage]:
+    return written(cast(Target, source), tokenizer, NEW_TOKENS, ignore_eos=True)
 
 
 def _confirming(report: Report) -> str:
-    assert report.diagnosis is not None, "the text was measured"
-    share = 100 * report.diagnosis.own_share
     return (
-        f"only {share:.0f} % of the text is the target's choice, on which a healthy drafter agrees badly too: measured "
-        "again, as shown, on what the target writes itself"
+        f"only {100 * report.own_share:.0f} % of the text is the target's choice, on which a healthy drafter agrees "
+        "badly too: measured again, as shown, on what the target writes itself"
     )
 
 
@@ -245,9 +158,9 @@ def _measured(
     drafter: Drafter,
     wiring: Wiring,
     question: Question | None,
-    passages: Sequence[Passage],
     directory: Path,
     console: Console,
+    passages: Sequence[Passage],
 ) -> Report:
     """The report with what was found on these passages."""
     recording = record(source, drafter, passages, console)
@@ -278,9 +191,11 @@ def _own_words(error: ValueError) -> str:
 def open_undecided(
     directory: Path, source: Source, convention: Any = None, boundaries: Sequence[int] | None = None
 ) -> tuple[Drafter, Wiring, Question | None]:
-    """The drafter in float32, its wiring, and what of that is a guess, to be measured: None when nothing is. A stated
-    wiring that is stale or another target's is set aside. Raises ConfigError, CheckpointError or BoundaryError for what
-    can't be loaded under any guess."""
+    """The drafter in float32, its wiring, and what of that is a guess, to be measured: None when nothing is.
+
+    A stated wiring that is damaged, stale or another target's is set aside, so that what is wrong with the tensors
+    themselves is said first. Raises ConfigError, CheckpointError or BoundaryError for what can't be loaded under any
+    guess."""
     target = cast(Target, source)  # a drafter takes its config, place, embedding and head, which both kinds have
     said = {"convention": convention, "boundaries": boundaries}
     stale: ConfigError | None = None
@@ -289,7 +204,6 @@ def open_undecided(
     except ConfigError as error:
         if (directory / FILE).exists():
             stale = error
-            _check_stated(directory)
         elif not isinstance(error, UndecidedError):
             raise
         refusal: ValueError = error
@@ -304,17 +218,6 @@ def open_undecided(
         except BoundaryError:
             continue
     raise refusal
-
-
-def _check_stated(directory: Path) -> None:
-    """Raises CheckpointError when the tensors are not those that a stated wiring asks for, which is worse than that it
-    is stale: whatever wiring is written, they can't be loaded."""
-    stated = read_json(directory / FILE).get("config")
-    try:
-        config = drafter_config(stated if isinstance(stated, dict) else {})
-    except ConfigError:
-        return  # damaged: the refusal says so
-    check_tensors(config, DrafterCheckpoint(directory))
 
 
 def _load(directory: Path, target: Target, wiring: Wiring) -> tuple[Drafter, Wiring]:
@@ -416,7 +319,7 @@ def _answer(found: Diagnosis, question: Question) -> Cause:
     config, changes = found.best.reading.config, {change.aspect: change for change in found.best.changes}
     said = [_field(name, getattr(config, name)) for name in question.fields]
     others = [change.cause for aspect, change in changes.items() if aspect not in question.fields]
-    what = "don't say how it is wired" if question.fields else f"hold a {FILE} that is not theirs"
+    what = "don't say how it is wired" if question.fields else f"hold a {FILE} that can't be used"
     sentence = "; and ".join([f"measured: {', '.join(said)}"] * bool(said) + others)
     remedy = "; and ".join(_remedies(list(changes.values()), config, question))
     return Cause(f"the drafter's files {what}{'; ' + sentence if sentence else ''}", remedy, found.best)
@@ -470,7 +373,8 @@ def fix(
     except ValueError as error:
         path.unlink() if before is None else path.write_bytes(before)
         raise ModelError(f"--fix: the wiring found ({best.name}) can't be stated: {error}") from error
-    return f"{path} now states {best.name}"
+    asked = [_field(name, getattr(made.config, name)) for name in (question.fields if question else ())]
+    return f"{path} now states {', '.join([best.name, *asked])}"
 
 
 def _sources(found: Diagnosis, wiring: Wiring, question: Question | None) -> dict[str, str]:
@@ -487,69 +391,3 @@ def _sources(found: Diagnosis, wiring: Wiring, question: Question | None) -> dic
     asked = changed | set(question.fields if question else ())
     stamps = {name: f"likelier, {STAMP}, but not surely" if name in rivals else STAMP for name in asked}
     return {name: wiring.sources.get(name, "default") for name in best.__dataclass_fields__} | stamps
-
-
-def _show(report: Report, console: Console) -> None:
-    if report.refusal is not None:
-        console.print(f"refused: {report.refusal}", markup=False, soft_wrap=True)
-        return
-    assert report.diagnosis is not None, "what is not refused was measured"
-    console.print(table(report.diagnosis))
-    for line in (*[f"- {note}" for note in NOTES], *lines(report)):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def table(found: Diagnosis, limit: int = 16) -> Table:
-    """The best readings, and the drafter as it is wired wherever it ranks; 80 columns hold it."""
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    shown.add_column("reading", overflow="fold", ratio=1)
-    for title in ("tokens\nper step", "gain", "agreement by\ndepth, %", "log-prob-\nability"):
-        shown.add_column(title, justify="right", no_wrap=True)
-    ranked = [r for i, r in enumerate(found.results) if i < limit or r in (found.base, found.best)]
-    for result in ranked:
-        gain = "" if result is found.base else f"{result.gain.mean:+.2f} +- {result.gain.error:.2f}"
-        figures = (f"{found.base.score.tokens_per_step + result.gain.mean:.2f}", gain)
-        depths = " ".join(f"{100 * rate:2.0f}" for rate in result.score.rates)
-        log_prob = f"{found.base.score.log_prob + result.nats.mean:.2f}"
-        style = "bold" if result in (found.base, found.best) else "dim" if result.ruled_out else None
-        shown.add_row(_label(result, found), *figures, depths, log_prob, style=style)
-    return shown
-
-
-def _label(result: Result, found: Diagnosis) -> str:
-    likeliest = " (likeliest)" if result is found.best and result is not found.base else ""
-    return result.name + likeliest + (" (ruled out)" if result.ruled_out else "")
-
-
-def lines(report: Report) -> list[str]:
-    """The verdict in words."""
-    found = report.diagnosis
-    assert found is not None, "what is not refused was measured"
-    said = [f"{len(found.results)} readings, {report.num_positions} positions"]
-    said += [f"note: {note}" for note in (*report.notes, *_remarks(found))]
-    said += [f"note: {finding.sentence}" for finding in report.findings if not finding.is_fault]
-    if report.undecided:
-        said.append(f"undecided: {report.undecided}")
-    said += [_line(cause, index) for index, cause in enumerate(report.causes[:3])]
-    if found.alike:
-        said.append(f"can't be told from {found.best.name!r} by this text: {', '.join(r.name for r in found.alike)}")
-    said += [f"fixed: {report.fixed}"] if report.fixed else []
-    return said if report.causes else [*said, "healthy: no other reading surely agrees better with the target"]
-
-
-def _remarks(found: Diagnosis) -> list[str]:
-    """What the ranking of the table doesn't say by itself."""
-    said = [f"ruled out: {reason}" for reason in sorted({r.ruled_out for r in found.results if r.ruled_out})]
-    if found.suspect:
-        nats, gain = found.suspect.nats, found.suspect.gain
-        said.append(
-            f"{found.suspect.name!r} makes the target's choices more probable ({nats.mean:+.3f} +- {nats.error:.3f} "
-            f"nats), but gains too few tokens per step ({gain.mean:+.2f} +- {gain.error:.2f}) to be a cause"
-        )
-    return said
-
-
-def _line(cause: Cause, index: int) -> str:
-    gain = cause.result.gain if cause.result else None
-    measured = f" (measured gain: {gain.mean:+.2f} +- {gain.error:.2f} tokens per step)" if gain and gain.mean else ""
-    return f"{'likeliest cause' if index == 0 else 'or'}: {cause.sentence}: {cause.remedy}{measured}"

@@ -87,8 +87,8 @@ class Recording:
         if self.own_share < MIN_OWN:
             raise RecordingError(
                 f"{100 * self.own_share:.0f} % of the text's tokens are the target's choice, {100 * MIN_OWN:.0f} % are "
-                "needed to judge a drafter by: pass text that this target would write; if it is that, the target "
-                "itself is not loaded right"
+                "needed to judge a drafter by: pass text that this target wrote, or none, and it writes some; if it is "
+                "its own, the target itself is not loaded right"
             )
 
     @property
@@ -455,7 +455,7 @@ def _hints(result: Result, base: Result) -> bool:
     if result.ruled_out is not None:
         return False
     gain = result.score.gain_over(base.score)
-    return gain.is_sure or (gain.mean > -Z_ALIKE * gain.error and result.score.log_prob_over(base.score).is_sure)
+    return gain.is_sure or (gain.mean >= -Z_ALIKE * gain.error and result.score.log_prob_over(base.score).is_sure)
 
 
 def _alike(best: Result, ranked: Sequence[Result]) -> tuple[Result, ...]:
@@ -470,10 +470,12 @@ def _is_noise(one: Score, other: Score) -> bool:
 
 
 def _causes(base: Result, best: Result, ranked: Sequence[Result], own_share: float) -> tuple[Cause, ...]:
-    """The best reading's changes as one cause, then the next best ones; before them, that no reading explains how badly
-    a drafter agrees."""
+    """The best reading's changes as one cause, then others that are not surely worse; before them, that no reading
+    explains how badly a drafter agrees."""
     others = [r for r in ranked if r is not best and 0 < len(r.changes) <= len(best.changes)]
-    found = [_cause(r) for r in (best, *others) if r is not base and _mends(r, base)]
+    rivals = [r for r in others if not best.score.gain_over(r.score).exceeds(Z_BETWEEN)]
+    rivals = [r for r in rivals if not best.score.log_prob_over(r.score).exceeds(Z_BETWEEN)]
+    found = [_cause(r) for r in (best, *rivals) if r is not base and _mends(r, base)]
     is_low = best is base and own_share >= OWN_TEXT and _is_low(best.score)
     return tuple(found) if is_mended(best) and not is_low else (_unexplained(best, own_share), *found)
 

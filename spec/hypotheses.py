@@ -85,7 +85,9 @@ class Setting:
     def remedy(self, field: str, value: str) -> str:
         """How to say a field of DrafterConfig where it is read. value: as JSON."""
         if self.stated:
-            return f'pass --fix, or put "{field}": {value} in its wiring.json, which is read instead of config.json'
+            return (
+                f'pass --fix, which puts "{field}": {value} into its wiring.json; config.json is not read beside that'
+            )
         if self.own_format or field in FOREIGN:
             return f'"{field}": {value} in its config.json, {FIX}'
         return "pass --fix: only a wiring.json can state that"

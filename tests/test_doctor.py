@@ -8,6 +8,7 @@ import shutil
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from bench.faults import FAULTS, Fault, outcome, write_faulty
 from minieagle import diagnosis
@@ -24,22 +26,36 @@ from minieagle.llm import embedded
 from minieagle.models.drafter_weights import load_drafter
 from minieagle.models.eagle3 import Drafter
 from minieagle.passages import written
-from minieagle.spec.checks import check_fusion, check_vocabulary, check_weights, looks_random
+from minieagle.report import lines, table
+from minieagle.spec.checks import check_fusion, check_vocabulary, check_weights, looks_random, looks_untrained
 from minieagle.spec.doctor import (
     MIN_ROOTS,
     NUM_STEPS,
+    Cause,
     Diagnosis,
     Recording,
     RecordingError,
     Result,
     Score,
+    _causes,
+    _hints,
     _mends,
     captured_states,
     diagnose,
     score,
 )
-from minieagle.spec.hypotheses import D2T, SWAPS, Reading, Setting, Unreadable, boundaries_needed, grid, reread
-from minieagle.spec.observe import observe_texts
+from minieagle.spec.hypotheses import (
+    D2T,
+    SWAPS,
+    Reading,
+    Setting,
+    Unreadable,
+    _exchange,
+    boundaries_needed,
+    grid,
+    reread,
+)
+from minieagle.spec.observe import Observed, observe_texts
 from minieagle.spec.walk import walk
 from minieagle.spec.wiring import FILE, Wiring, open_drafter, read_wiring, write_wiring
 from tests.drafter_oracle import BASE, WIRINGS, drafter_tensors, save_drafter_files
@@ -152,6 +168,53 @@ def test_a_reading_that_sees_ahead_must_know_the_answer(rate: float, counts: boo
     assert _mends(replace(ahead, reading=wired()), base)
 
 
+def results(base_rate: float, rate: float, nats: float = 0.0) -> tuple[Result, Result]:
+    """The drafter as wired and another reading, of which each hits at a share of the roots, all depths alike."""
+    roots, blocks = torch.arange(640), torch.arange(640) // 16
+    hits = [
+        ((roots * r).floor() != ((roots - 1) * r).floor())[:, None].expand(-1, NUM_STEPS) for r in (base_rate, rate)
+    ]
+    base = Result((), wired(), Score(hits[0], torch.zeros(640, NUM_STEPS), blocks))
+    new = Score(hits[1], torch.full((640, NUM_STEPS), nats), blocks)
+    gains = new.gain_over(base.score), new.log_prob_over(base.score)
+    return base, Result((), wired(), new, *gains)
+
+
+@pytest.mark.parametrize(
+    ("base_rate", "rate", "nats", "is_cause"),
+    [(0.4, 0.6, 0.0, True), (0.4, 0.6, -1.0, True), (0.4, 0.41, 1.0, False), (0.4, 0.4, 1.0, False)],
+)
+def test_only_a_good_part_of_the_lost_tokens_is_a_cause(base_rate: float, rate: float, nats: float, is_cause: bool):
+    base, new = results(base_rate, rate, nats)
+    assert _mends(new, base) is is_cause
+    assert _hints(new, base)
+
+
+def test_a_sure_but_small_gain_is_no_cause():
+    base, new = results(0.4, 0.4)
+    hits = new.score.hits.clone()
+    hits[::16] = True
+    small = replace(new, score=replace(new.score, hits=hits))
+    assert small.score.gain_over(base.score).is_sure and not _mends(small, base)
+
+
+@pytest.mark.parametrize(("rate", "own_share", "words"), [(0.2, 1.0, "no reading explains"), (0.2, 0.5, "can't tell")])
+def test_low_agreement_is_a_fault_only_on_the_targets_own_text(rate: float, own_share: float, words: str):
+    base, _ = results(rate, rate)
+    (cause,) = _causes(base, base, [base], own_share)
+    assert words in cause.sentence and cause.result is None
+    assert Diagnosis(base, base, (base,), (cause,), (), own_share).is_judged is (own_share == 1.0)
+
+
+def test_agreement_that_falls_by_depth_is_low():
+    base, _ = results(0.7, 0.7)
+    falling = base.score.hits.clone()
+    falling[::2, -1] = False
+    assert not _causes(base, base, [base], 1.0)
+    low = replace(base, score=replace(base.score, hits=falling))
+    assert "at depth 5, and no reading" in _causes(low, low, [low], 1.0)[0].sentence
+
+
 # Readings
 
 
@@ -194,6 +257,36 @@ def test_a_reading_needs_its_weights():
     config = replace(wired().config, fc_norm=True)
     with pytest.raises(Unreadable, match="fc_norms"):
         reread(loaded()[0], target(), wired(), replace(wired(), config=config))
+
+
+@pytest.mark.parametrize("what", SWAPS)
+def test_a_swap_twice_is_none(what: str):
+    weights = {name: tensor.clone() for name, tensor in loaded()[0].state_dict().items()}
+    once = dict(weights)
+    _exchange(once, what, wired().config)
+    assert any(not torch.equal(once[name], weights[name]) for name in weights)
+    _exchange(once, what, wired().config)
+    assert all(torch.equal(once[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("own", "stated", "field", "words"),
+    [
+        (True, False, "norm_output", "in its config.json, or pass --fix"),
+        (False, False, "rope_theta", "in its config.json, or pass --fix"),
+        (False, False, "norm_before_head", "only a wiring.json can state"),
+        (True, True, "norm_output", "config.json is not read"),
+        (False, True, "rope_theta", "config.json is not read"),
+    ],
+)
+def test_a_remedy_names_the_file_that_is_read(own: bool, stated: bool, field: str, words: str):
+    assert words in Setting(target().config, (), own_format=own, stated=stated).remedy(field, "true")
+
+
+def test_beside_a_wiring_no_remedy_is_to_edit_the_config():
+    where = replace(setting(), stated=True)
+    remedies = [change.remedy for change in grid(wired(), where) if change.expressible and change.aspect != "d2t"]
+    assert len(remedies) > 15 and all("--fix" in remedy and "in its config.json" not in remedy for remedy in remedies)
 
 
 @pytest.mark.parametrize("wiring", WIRINGS)
@@ -293,6 +386,37 @@ def test_the_embedded_weights_pass():
     assert not [finding for finding in check_weights(dict(loaded()[0].named_parameters())) if finding.is_fault]
 
 
+def test_a_few_updates_leave_the_norms_near_one():
+    trained = dict(loaded()[0].named_parameters())
+    assert not looks_untrained(trained)
+    early = {name: tensor * 0 + 1.01 if tensor.dim() == 1 else tensor for name, tensor in trained.items()}
+    assert looks_untrained(early) and any("hardly been trained" in f.sentence for f in check_weights(early))
+
+
+def test_an_untrained_drafter_is_not_called_rotated(tmp_path: Path):
+    words = {name: " ".join(cause.sentence for cause in seen(name, tmp_path)) for name in (ROTATED, UNTRAINED)}
+    assert "QuaRot" in words[ROTATED]
+    assert "QuaRot" not in words[UNTRAINED] and "untrained" in words[UNTRAINED]
+
+
+ROTATED, UNTRAINED = "states rotated in training", "nothing trained"
+
+
+def _redraw(tensors: dict[str, torch.Tensor], _: object) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name, tensor in tensors.items() if tensor.is_floating_point() and name != "lm_head.weight"]:
+        start = torch.randn(tensors[name].shape, generator=generator) * 0.02
+        tensors[name] = (start if tensors[name].dim() == 2 else 1 + start.clamp(-0.01, 0.01)).to(torch.bfloat16)
+
+
+def seen(name: str, folder: Path) -> tuple[Cause, ...]:
+    """The causes of a fault, without the grid."""
+    fault = next((f for f in FAULTS if f.name == name), Fault(name=name, expect="", tensors=_redraw))
+    directory = write_faulty(fault, target(), folder)
+    drafter, wiring, _ = diagnosis.open_undecided(directory, target())
+    return ranked_causes(*judge(target(), drafter, wiring, recording(), directory, max_changes=0))
+
+
 def test_a_vocabulary_of_other_text_is_a_fault():
     variant = reread(loaded()[0], target(), wired(), wired())
     assert [finding.is_fault for finding in check_vocabulary(variant, recording())] == [False]
@@ -374,6 +498,113 @@ def test_a_flag_of_two_meanings_is_read_one_way_and_left_to_the_grid(tmp_path: P
         _, wiring, undecided = diagnosis.open_undecided(directory, target(), *said)
         assert undecided is not None and "norm_output=True" in undecided.why and "doctor" not in undecided.why
         assert wiring.config.norm_before_head and not wiring.config.norm_output
+
+
+def test_the_answer_is_the_whole_combination_and_only_that_is_stamped(tmp_path: Path):
+    directory = faulty("layer ids without convention", tmp_path)
+    config = json.loads((directory / "config.json").read_text()) | {"norm_output": False}
+    (directory / "config.json").write_text(json.dumps(config))
+    drafter, wiring, question = diagnosis.open_undecided(directory, target())
+    assert question is not None and set(question.fields) == {"boundaries", "norm_output", "norm_before_head"}
+    found, findings = judge(target(), drafter, wiring, recording(), directory, max_changes=1)
+    causes = ranked_causes(found, findings, question)
+    assert "measured: boundaries 2 5 8, norm_output false, norm_before_head true" in causes[0].sentence
+    report = Report(model="t", drafter="d", diagnosis=found, causes=causes)
+    diagnosis.fix(report, directory, target(), wiring, question, options())
+    stated = read_wiring(directory, target().config)
+    assert stated.config.boundaries == (2, 5, 8) and stated.config.norm_before_head
+    assert {name for name, source in stated.sources.items() if "measured" in source} == set(question.fields)
+
+
+def half_foreign() -> Recording:
+    """Every other token is one that the target would not write, and states to go with such a text."""
+    whole, draw = recording(), torch.Generator().manual_seed(0)
+    texts: list[Observed] = []
+    for text in whole.texts:
+        tokens = text.tokens.clone()
+        tokens[1::2] = torch.randint(4096, tokens[1::2].shape, generator=draw)
+        texts.append(replace(text, tokens=tokens, captured=text.captured.roll(7, dims=0)))
+    return replace(whole, texts=texts)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_fault_on_foreign_text_is_confirmed_on_the_targets_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    recordings = iter([half_foreign(), recording()])
+    monkeypatch.setattr(diagnosis, "_read", lambda *_: [1])
+    monkeypatch.setattr(diagnosis, "record", lambda *_: next(recordings))
+    report = diagnosis.examine(options("--text", "some.txt"), Console(quiet=True))
+    assert report.verdict == "healthy" and "measured again" in report.notes[0]
+    assert next(recordings, None) is None
+
+
+@pytest.mark.usefixtures("quick")
+def test_foreign_text_alone_condemns_nobody(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(diagnosis, "_read", lambda *_: [1])
+    monkeypatch.setattr(diagnosis, "record", lambda *_: half_foreign())
+    report = diagnosis.examine(options("--text", "some.txt", "--stream-layers"), Console(quiet=True))
+    assert report.verdict == "unjudged" and len(report.causes) == 1
+    assert "can't tell" in report.causes[0].sentence and "--text out" in report.causes[0].remedy
+
+
+def test_a_missing_tensor_is_named_before_a_stale_contract(tmp_path: Path):
+    shutil.copytree(embedded("drafter"), tmp_path / "d")
+    write_wiring(tmp_path / "d", replace(loaded()[1], weights="changed since"))
+    tensors = load_file(tmp_path / "d" / "model.safetensors")
+    save_file({name: t for name, t in tensors.items() if "q_proj" not in name}, tmp_path / "d" / "model.safetensors")
+    for more in ((), ("--fix",)):
+        report = diagnosis.examine(options("--drafter", str(tmp_path / "d"), *more), Console(quiet=True))
+        assert report.refusal is not None and "q_proj" in report.refusal and "doctor" not in report.refusal
+    assert (tmp_path / "d" / FILE).exists()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_stale_contract_is_a_fault_that_does_not_point_to_itself(tmp_path: Path):
+    shutil.copytree(embedded("drafter"), tmp_path / "d")
+    write_wiring(tmp_path / "d", replace(loaded()[1], weights="changed since"))
+    report = diagnosis.examine(options("--drafter", str(tmp_path / "d")), Console(quiet=True))
+    assert report.verdict == "fault" and "stale" in str(report.undecided)
+    assert "minieagle doctor" not in json.dumps(report.to_json() | {"wiring": None})
+    assert "--fix" in report.causes[0].remedy
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"version": 1, "config": 3}'])
+def test_fix_replaces_a_damaged_contract(content: str, tmp_path: Path):
+    shutil.copytree(embedded("drafter"), tmp_path / "d")
+    (tmp_path / "d" / FILE).write_text(content)
+    assert diagnosis.run(options("--drafter", str(tmp_path / "d"), "--fix")) == 0
+    assert read_wiring(tmp_path / "d", target().config).config == wired().config
+
+
+def shown(found: Diagnosis, width: int = 80) -> str:
+    console = Console(width=width, record=True, quiet=False, file=StringIO())
+    console.print(table(found))
+    return console.export_text()
+
+
+def test_a_table_of_80_columns_cuts_no_name():
+    found, _ = healthy()
+    text = shown(found)
+    assert all(len(line.rstrip()) <= 80 for line in text.splitlines())
+    words = {word for result in found.results[:12] for word in result.name.split()}
+    assert words <= set(text.split()) and "agreement by" in text
+
+
+def test_what_is_ruled_out_is_marked():
+    found, _ = healthy()
+    ahead = replace(found.base, reading=replace(wired(), state_shift=1), score=results(0.2, 0.2)[0].score)
+    ahead = replace(ahead, gain=results(0.2, 0.6)[1].gain)
+    marked = replace(found, results=(ahead, *found.results))
+    assert "(ruled out)" in shown(marked) and "(ruled out)" not in shown(found)
+    report = Report(model="t", drafter="d", diagnosis=marked)
+    assert "sees ahead" in str(report.to_json()["readings"][0]["ruled_out"])
+    assert any("is ruled out as a cause" in line for line in lines(report))
+
+
+def test_a_hint_by_log_probability_is_a_note():
+    found, _ = healthy()
+    report = Report(model="t", drafter="d", diagnosis=replace(found, suspect=results(0.4, 0.4, 1.0)[1]))
+    assert report.verdict == "healthy" and any("too few tokens per step" in line for line in lines(report))
 
 
 def test_a_streamed_target_gives_the_same_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
