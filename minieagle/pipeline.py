@@ -74,13 +74,21 @@ def _steps(normalizer: Any, where: str) -> list[tuple[str, Mapping[str, Any]]]:
 
 def _growth(step: Mapping[str, Any], where: str) -> int:
     """How many times longer a step may make a text, Unicode's own forms aside."""
-    if step["type"] in _FORMS:
+    if step["type"] == "Prepend":
+        _check_text(step.get("prepend"), f"{where}.prepend", MAX_PREFIX_CHARS)
         return 1
-    name = "prepend" if step["type"] == "Prepend" else "content"
-    text = step.get(name)
+    if step["type"] == "Replace":
+        pattern = step.get("pattern")
+        if not isinstance(pattern, Mapping) or not isinstance(pattern.get("String"), str) or not pattern["String"]:
+            raise ModelError(f"{where}.pattern={pattern!r:.80} must be {{'String': text}}; use another tokenizer.json")
+        return max(1, _check_text(step.get("content"), f"{where}.content", MAX_GROWTH))
+    return 1
+
+
+def _check_text(text: object, where: str, limit: int) -> int:
+    """The length of a text, which must not exceed `limit`."""
     if not isinstance(text, str):
-        raise ModelError(f"{where}.{name} must be text, not {type(text).__name__}; copy the file again")
-    limit = MAX_PREFIX_CHARS if name == "prepend" else MAX_GROWTH - 1
+        raise ModelError(f"{where} must be text, not {type(text).__name__}; copy the file again")
     if len(text) > limit:
-        raise ModelError(f"{where}.{name} has {len(text)} characters, more than {limit}; use another tokenizer.json")
-    return 1 if name == "prepend" else 1 + len(text)  # an empty pattern is found beside every character
+        raise ModelError(f"{where} has {len(text)} characters, more than {limit}; use another tokenizer.json")
+    return len(text)

@@ -4,10 +4,10 @@ The one idea: nothing that a caller asks for is dropped. A field is honoured, or
 neutral one in NEUTRAL, or null), or the answer is a 400 that names it. What a field may hold is said once: types here,
 sampling bounds in `SamplingParams`, messages in `messages.check_messages`.
 
-Beyond the fields of OpenAI: top_k, min_p, stop_token_ids, ignore_eos (names as in vLLM and SGLang), and `speculation`
-(default true; false decodes plainly, with the same text). Where temperature, top_p, top_k or min_p is absent, the
-model's generation_config.json decides, then the default of OpenAI. The answers are in `answer.py`. Source: the API
-description that OpenAI publishes.
+Beyond the fields of OpenAI: top_k (0, or -1 as in vLLM and SGLang, for all), min_p, stop_token_ids, ignore_eos (names
+as there), and `speculation` (default true; false decodes plainly, with the same text). Where temperature, top_p, top_k
+or min_p is absent, the model's generation_config.json decides, then the default of OpenAI. The answers are in
+`answer.py`. Source: the API description that OpenAI publishes.
 """
 
 import json

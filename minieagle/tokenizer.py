@@ -22,7 +22,7 @@ from minieagle.errors import ModelError, RequestError
 from minieagle.family import find_family
 from minieagle.messages import check_messages, check_text, check_tools
 from minieagle.model_file import read_object
-from minieagle.vocabulary import Kind, read_vocabulary
+from minieagle.vocabulary import Kind, is_text, read_vocabulary
 
 _SAMPLING_FIELDS: Final = ("temperature", "top_p", "top_k", "min_p")
 
@@ -140,8 +140,8 @@ class Tokenizer:
 
     def _encode_pieces(self, pieces: Iterable[int | str]) -> list[int]:
         ids: list[int] = []
-        for is_text, run in groupby(pieces, key=lambda piece: isinstance(piece, str)):
-            if is_text:
+        for is_plain, run in groupby(pieces, key=lambda piece: isinstance(piece, str)):
+            if is_plain:
                 ids += self._vocabulary.encode("".join(map(str, run)), add_special_tokens=False)
             else:
                 ids += map(int, run)
@@ -151,7 +151,7 @@ class Tokenizer:
         """The id of the token that tokenizer_config.json declares under `name`."""
         path, declared = self.directory / "tokenizer_config.json", self._settings.get(name)
         token = token_text(declared)
-        if declared is not None and token is None:
+        if declared is not None and (token is None or not is_text(token)):
             raise ModelError(f"{path}: {name}={declared!r:.80} must be a token's text; correct it")
         if token is None:
             return None

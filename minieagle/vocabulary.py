@@ -91,7 +91,9 @@ def _vocabulary(spec: dict[str, Any], kind: Kind, path: Path) -> Vocabulary:
 
 def _load(spec: dict[str, Any], path: Path) -> FastTokenizer:
     try:
-        return FastTokenizer.from_str(json.dumps(spec))
+        tokenizer = FastTokenizer.from_str(json.dumps(spec))
+        tokenizer.encode_batch_fast(["a"])  # some faults of a file show only here
+        return tokenizer
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises bare Exception, and a panic is not even that
@@ -130,7 +132,7 @@ def _named_tokens(settings: Mapping[str, Any], path: Path) -> dict[int, dict[str
 def _check_token(token: object, where: str) -> None:
     """Flags that make a token swallow its neighbours' spaces are refused, not ignored."""
     content = token.get("content") if isinstance(token, dict) else None
-    if not isinstance(token, dict) or not isinstance(content, str) or not content or not _is_text(content):
+    if not isinstance(token, dict) or not isinstance(content, str) or not content or not is_text(content):
         raise ModelError(f"{where} must be an object with its text under content; copy the file again")
     flags = [flag for flag in _SWALLOWING if token.get(flag)]
     if flags:
@@ -142,7 +144,8 @@ def _check_id(token_id: object, where: str) -> None:
         raise ModelError(f"{where}: the id {token_id!r:.40} must be in 0..{MAX_TOKEN_ID}; copy the file again")
 
 
-def _is_text(text: str) -> bool:
+def is_text(text: str) -> bool:
+    """Whether a string is Unicode text: JSON can state halves of a surrogate pair, which UTF-8 can't."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
@@ -161,7 +164,7 @@ def _token_bytes(spec: Mapping[str, Any], path: Path) -> dict[int, bytes]:
     bytes_of = {char: byte for byte, char in byte_alphabet().items()}
     for token, token_id in vocab.items():
         _check_id(token_id, f"{path}: model.vocab[{token!r:.40}]")
-        if not _is_text(token):
+        if not is_text(token):
             raise ModelError(f"{path}: model.vocab[{token!r:.40}] is not text; copy it again")
     return {token_id: _to_bytes(token, bytes_of) for token, token_id in vocab.items()}
 

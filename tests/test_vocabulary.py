@@ -98,6 +98,12 @@ def test_any_file_instead_loads_or_is_refused(content: bytes) -> None:
         loads_or_is_refused({name: content})
 
 
+NO_TOKEN = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "x", "type_id": 0}}],
+    "pair": [],
+    "special_tokens": {},
+}
 REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "b"}
 
 # One row: a file, the changes to it, and what the error must name beside the file.
@@ -125,10 +131,12 @@ FAULTS: list[tuple[str, dict[str, Any], str]] = [
     ("tokenizer.json", {"normalizer": "NFC"}, "normalizer: type None is not"),
     ("tokenizer.json", {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Sequence"}]}}, r"s\[0\]: type 'S"),
     ("tokenizer.json", {"normalizer": REPLACE | {"content": "x" * 9}}, r"normalizer\.content has 9 characters"),
+    ("tokenizer.json", {"normalizer": REPLACE | {"pattern": {"Regex": ""}}}, r"normalizer\.pattern={'Regex': ''} must"),
+    ("tokenizer.json", {"post_processor": NO_TOKEN}, "cannot be used: no entry found for key"),
     ("tokenizer.json", {"normalizer": REPLACE | {"content": 5}}, r"normalizer\.content must be text, not int"),
     (
         "tokenizer.json",
-        {"normalizer": {"type": "Sequence", "normalizers": [REPLACE] * 4}},
+        {"normalizer": {"type": "Sequence", "normalizers": [REPLACE | {"content": "bb"}] * 4}},
         r"normalizers\[3\] can make text more than 8 times",
     ),
     ("tokenizer.json", {"normalizer": {"type": "Prepend", "prepend": "x" * 99}}, r"normalizer\.prepend has 99"),
@@ -143,6 +151,7 @@ FAULTS: list[tuple[str, dict[str, Any], str]] = [
         {"added_tokens_decoder": {"9": {"content": DEEPSEEK[0]}}},
         "is 500 in tokenizer.json and 9",
     ),
+    ("tokenizer_config.json", {"eos_token": "\ud800"}, r"eos_token='.ud800' must be a token's text"),
     ("tokenizer_config.json", {"bos_token": 5}, "bos_token=5 must be a token's text"),
     ("tokenizer_config.json", {"eos_token": "<none>"}, "eos_token='<none>' is no token of tokenizer.json"),
     ("tokenizer_config.json", {"chat_template": 5}, "chat_template must be text"),
