@@ -33,7 +33,7 @@ from minieagle.sequence import Sequence, SpecStats
 from minieagle.spec.accept import accept
 from minieagle.spec.alarm import MAX_TEMPERATURE, Acceptance, Condition, Snapshot
 from minieagle.spec.draft import Commit, Root, draft_rows, extend, grow
-from minieagle.spec.stages import Phase, Place, Trace
+from minieagle.spec.stages import Phase, Place, Trace, encode_places
 from minieagle.spec.tree import Shape, Tree, TreeShape
 from minieagle.stop import StopStrings
 from minieagle.tokenizer import Detokenizer, Tokenizer
@@ -347,8 +347,12 @@ class Engine:
     def _trace_forward(self, trace: Trace, work: Items[Work], taken: Items[Taken], out: TargetOutput) -> None:
         """The stages before `keep`, request by request."""
         first_wanted = 0
-        for item, done in zip(work, taken, strict=True):
-            place, wanted = _place(item, done), item.wanted_rows
+        places = [_place(item, done) for item, done in zip(work, taken, strict=True)]
+        if self.target.lead is not None:
+            firsts = [done.first_row for done in taken]
+            self.target.lead.note(encode_places(trace.step, list(zip(firsts, places, strict=True))))
+        for item, done, place in zip(work, taken, places, strict=True):
+            wanted = item.wanted_rows
             states = out.captured[done.first_row : done.first_row + item.num_rows]
             trace.states(place, states, self.boundaries, self.target.config.num_hidden_layers)
             mine = slice(first_wanted, first_wanted := first_wanted + len(wanted))

@@ -118,7 +118,7 @@ def load_engine(
         raise ModelError(f"tree {shape} needs a drafter: pass drafter=DIRECTORY")
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     config = EngineConfig(**given) if shape is None else EngineConfig(shape=shape, **given)
-    tracing = open_trace(trace, trace_steps, trace_layers)  # refused before minutes of loading
+    tracing = open_trace(trace, trace_steps, trace_layers, ranks)  # refused before minutes of loading
     tokenizer = Tokenizer(directory)
     limit = target_config(read_json(directory / "config.json")).max_position_embeddings
     target, loaded = _load(
@@ -164,6 +164,9 @@ def obey(
     expert_parallel: bool = False,
     exact: bool = True,
     cuda_graph: bool = False,
+    trace: str | Path | None = None,
+    trace_steps: str | None = None,
+    trace_layers: bool = False,
     **_: object,
 ) -> None:
     """The life of a rank that doesn't lead: load its pieces, do what rank 0 does, return when rank 0 stops. Arguments
@@ -181,7 +184,12 @@ def obey(
         boundaries=boundaries,
         shards=shards,
     )
-    follow(ranks, target, loaded)
+    tracing = open_trace(trace, trace_steps, trace_layers, ranks)
+    if tracing is None:
+        follow(ranks, target, loaded)
+        return
+    read = () if loaded is None else loaded.config.boundaries
+    follow(ranks, target, loaded, lambda said, seen: tracing.follow(said, seen, read, target.config.num_hidden_layers))
 
 
 def _directories(model: str | Path | None, drafter: str | Path | None, spec: bool) -> tuple[Path, Path | None]:

@@ -18,6 +18,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from minieagle.dist.ranks import Ranks
 from minieagle.models.files import FileError, read_plain
 from minieagle.spec.stages import DEFAULT_STEPS, Line, Steps, Trace, TraceError
 
@@ -43,7 +44,12 @@ class Difference:
 
 def fold(lines_by_rank: Mapping[int, Sequence[Line]]) -> list[Line]:
     """Lines of the ranks of one run, in the order of the first rank that has them: equal ones become one line with all
-    its ranks; where ranks disagree, or some lack the line, each version stays, with equal=False."""
+    its ranks; where ranks disagree, or some lack the line of a stage that they trace, each version stays, with
+    equal=False. (Rank 0 alone has logits, trees and paths.)"""
+    tracing: dict[str, set[int]] = {}
+    for rank, lines in lines_by_rank.items():
+        for line in lines:
+            tracing.setdefault(line.stage, set()).add(rank)
     versions: dict[Key, dict[Key, list[Line]]] = {}
     for rank in sorted(lines_by_rank):
         for line in lines_by_rank[rank]:
@@ -53,7 +59,7 @@ def fold(lines_by_rank: Mapping[int, Sequence[Line]]) -> list[Line]:
     for found in versions.values():
         for same in found.values():
             ranks = tuple(line.ranks[0] for line in same)
-            folded.append(replace(same[0], ranks=ranks, equal=len(ranks) == len(lines_by_rank)))
+            folded.append(replace(same[0], ranks=ranks, equal=set(ranks) == tracing[same[0].stage]))
     return folded
 
 
@@ -223,10 +229,11 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
     add("--trace-layers", action="store_true", help="trace every boundary, not only those that the drafter reads")
 
 
-def open_trace(path: str | Path | None, steps: str | None, layers: bool) -> Trace | None:
-    """The trace that the three options ask for. Raises TraceError."""
+def open_trace(path: str | Path | None, steps: str | None, layers: bool, ranks: Ranks | None = None) -> Trace | None:
+    """The trace that the three options ask for; each of several ranks has its own. Raises TraceError."""
     if path is None:
         if steps is not None or layers:
             raise TraceError("trace_steps and trace_layers need a file: pass trace=FILE")
         return None
-    return Trace(path, steps=None if steps is None else Steps.parse(steps), layers=layers)
+    rank = ranks.rank if ranks is not None and ranks.size > 1 else None
+    return Trace(path, steps=None if steps is None else Steps.parse(steps), layers=layers, rank=rank)

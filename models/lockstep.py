@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import torch
@@ -26,6 +26,9 @@ from minieagle.models.rows import Rows, Span
 
 TICK_S = 5.0
 
+OnNote = Callable[[Sequence[int], Tensor], None]
+"""(what rank 0 noted, this rank's captured states of the forward it is about)."""
+
 
 class Op(IntEnum):
     """The first integer of every announcement."""
@@ -38,6 +41,7 @@ class Op(IntEnum):
     KEEP = 5  # cache, count, sources..., targets...
     TARGET = 6  # cache, rows, boundaries, logit rows
     DRAFT = 7  # cache, rows, logit rows; states follow as a tensor
+    NOTE = 8  # whatever rank 0 says of the target's last forward, for who traces it
 
 
 def encode_list(numbers: Sequence[int] | None) -> list[int]:
@@ -178,6 +182,10 @@ class Lead:
         self._say(Op.DRAFT, self._handles[id(cache)], *encoded, *encode_list(wanted))
         self._ranks.share(states.contiguous())
 
+    def note(self, numbers: Sequence[int]) -> None:
+        """Something to note about the target's last forward: `on_note` of `follow` understands it."""
+        self._say(Op.NOTE, *numbers)
+
     def stop(self) -> None:
         """The others may go. Said once."""
         with self._ranks.activity, self._lock:
@@ -187,8 +195,9 @@ class Lead:
         self._spoke.set()
 
 
-def follow(ranks: Ranks, target: Target, drafter: Drafter | None) -> None:
-    """Obey rank 0 until it stops. Weights must be loaded, and of the same model."""
+def follow(ranks: Ranks, target: Target, drafter: Drafter | None, on_note: OnNote | None = None) -> None:
+    """Obey rank 0 until it stops. Weights must be loaded, and of the same model. on_note: what a trace does here."""
+    captured = torch.empty(0)
     slots: dict[int, Tensor] = {}
     caches: dict[int, PagedCache] = {}
     while True:
@@ -213,7 +222,9 @@ def follow(ranks: Ranks, target: Target, drafter: Drafter | None) -> None:
             moves = torch.tensor(reader.rest(), dtype=torch.int64, device=ranks.device)
             cache.keep(moves[:count], moves[count:])
         elif op is Op.TARGET:
-            _run_target(reader, target, caches, slots)
+            captured = _run_target(reader, target, caches, slots)
+        elif op is Op.NOTE and on_note is not None:
+            on_note(reader.rest(), captured)
         elif op is Op.DRAFT:
             assert drafter is not None, "rank 0 has a drafter and this rank has none"
             _run_drafter(ranks, reader, drafter, caches, slots)
@@ -223,10 +234,11 @@ def _index(numbers: Sequence[int] | None, device: torch.device) -> Tensor | None
     return None if numbers is None else torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
-def _run_target(reader: Reader, target: Target, caches: dict[int, PagedCache], slots: dict[int, Tensor]) -> None:
+def _run_target(reader: Reader, target: Target, caches: dict[int, PagedCache], slots: dict[int, Tensor]) -> Tensor:
+    """The captured states of the forward."""
     cache, rows = caches[reader.one()], decode_rows(reader, slots, target.device)
     boundaries = reader.list() or ()
-    target(rows, cache, boundaries=boundaries, logit_rows=_index(reader.list(), target.device))
+    return target(rows, cache, boundaries=boundaries, logit_rows=_index(reader.list(), target.device)).captured
 
 
 def _run_drafter(

@@ -4,8 +4,8 @@ A wiring fault never shows in the text, only in the counts, and each kind bends 
 the drafter reads the wrong things; depth 2 low beside depth 1, that its own output is fed back wrongly; low in long
 contexts only, positions it was not trained for; low after chunked prompts only, a wrong token at a chunk's last row. So
 steps are counted by condition and context length, and one pure function, `diagnose`, judges the counts by confidence
-bounds. A step costs a few host integers; judging, a few more every MIN_TRIALS steps. Shapes and their causes: the public
-bug reports behind the doctor's hypotheses.
+bounds. A step costs a few host integers; judging, a few more every MIN_TRIALS steps. Shapes and their causes are of the
+public bug reports behind the doctor's hypotheses.
 """
 
 from __future__ import annotations

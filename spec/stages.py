@@ -39,6 +39,7 @@ from minieagle.models.rows import Rows, Span
 from minieagle.spec.observe import Source, observe_texts
 
 Phase = Literal["prefill", "chunk", "decode", "verify", "extend"]
+PHASES: tuple[Phase, ...] = ("prefill", "chunk", "decode", "verify", "extend")
 NUM_FIRST = 8
 """Values of a row that a line shows; enough to tell a shift from a scale from noise."""
 DEFAULT_STEPS = "0-15"
@@ -166,6 +167,28 @@ class Place:
         return Place(self.request, self.phase, rows, positions, tuple(self.kept[i] for i in chosen))
 
 
+def encode_places(step: int, items: Sequence[tuple[int, Place]]) -> list[int]:
+    """A step's requests as integers, for the ranks that trace the same forward: each its first row of the forward and
+    where its rows stand."""
+    numbers = [step]
+    for first_row, place in items:
+        numbers += [first_row, place.request, PHASES.index(place.phase), len(place.rows)]
+        numbers += [*place.rows, *place.positions, *place.kept]
+    return numbers
+
+
+def decode_places(numbers: Sequence[int]) -> tuple[int, list[tuple[int, Place]]]:
+    """What `encode_places` wrote."""
+    items: list[tuple[int, Place]] = []
+    at = 1
+    while at < len(numbers):
+        first_row, request, phase, count = numbers[at : at + 4]
+        rows, positions, kept = (tuple(numbers[at + 4 + i * count : at + 4 + (i + 1) * count]) for i in range(3))
+        items.append((first_row, Place(request, PHASES[phase], rows, positions, tuple(map(bool, kept)))))
+        at += 4 + 3 * count
+    return numbers[0], items
+
+
 class Trace:
     """Writes the lines of one rank. Mutable: `begin` counts steps, the others append to the file at once, so that a
     crash leaves what came before it. Whoever has states of its own (a trainer in another framework) may call `rows`.
@@ -232,6 +255,12 @@ class Trace:
         named += [(b, f"boundary {b}" if b else "embedding", None) for b in self.extra(num_layers)]
         for i in sorted(range(len(named)), key=lambda i: named[i][0]):
             self.rows(named[i][1], place, captured[:, i], boundary=named[i][2])
+
+    def follow(self, numbers: Sequence[int], captured: Tensor, boundaries: Sequence[int], num_layers: int) -> None:
+        """The states of a forward that rank 0 traces and described by `encode_places`, on another rank."""
+        self.step, items = decode_places(numbers)
+        for first_row, place in items:
+            self.states(place, captured[first_row : first_row + len(place.rows)], boundaries, num_layers)
 
     def drafted(self, place: Place, captured: Tensor, fused: Tensor, states: Tensor) -> None:
         """The drafter's rows: captured [n, taps, target hidden], fused [n, D], and states [n, D] that its layer hands

@@ -224,6 +224,18 @@ def test_an_idle_rank_0_ticks_and_ticks_are_no_work(monkeypatch: pytest.MonkeyPa
     assert heard.said[-1] == [Op.STOP]
 
 
+def test_a_note_reaches_a_follower_with_its_own_states() -> None:
+    heard, (slots, *_) = Heard(), pages(0)
+    with led(heard) as (target, lead):
+        cache = target.new_cache(61)
+        run(target, cache, slots, [3, 5])
+        lead.note([4, 2])
+    notes: list[tuple[list[int], Tensor]] = []
+    follow(Replay(heard), tiny_target(), None, lambda numbers, seen: notes.append((list(numbers), seen)))
+    ((numbers, captured),) = notes
+    assert numbers == [4, 2] and captured.shape[:2] == (2, 1)
+
+
 def test_the_end_is_said_once() -> None:
     heard = Heard()
     lead = Lead(heard)

@@ -19,7 +19,17 @@ from minieagle import tracing
 from minieagle.engine import Engine, Request, Taken
 from minieagle.llm import load_engine
 from minieagle.models.deepseek import TargetOutput
-from minieagle.spec.stages import Line, Place, Steps, Trace, TraceError, trace_text
+from minieagle.spec.stages import (
+    PHASES,
+    Line,
+    Place,
+    Steps,
+    Trace,
+    TraceError,
+    decode_places,
+    encode_places,
+    trace_text,
+)
 from minieagle.tracing import diff, fold, read, report
 from tests import embedded
 from tests.embedded import engine, logprobs, params, prompt, run, tokens
@@ -201,6 +211,39 @@ def test_folding_keeps_every_version_once(places: list[tuple[int, str]], num_ran
 
 def test_a_line_that_a_rank_lacks_is_marked() -> None:
     assert [one.equal for one in fold({0: [line(0, "a"), line(1, "a")], 1: [line(0, "a")]})] == [True, False]
+
+
+def test_a_stage_that_one_rank_traces_alone_is_no_disagreement() -> None:
+    """Logits, trees and paths are rank 0's."""
+    folded = fold({0: [line(0, "a"), line(0, "verify logits")], 1: [line(0, "a")]})
+    assert [(one.stage, one.ranks, one.equal) for one in folded] == [("a", (0, 1), True), ("verify logits", (0,), True)]
+
+
+PLACES = st.builds(
+    lambda request, phase, rows: Place(
+        request, phase, tuple(range(len(rows))), tuple(p for p, _ in rows), tuple(kept for _, kept in rows)
+    ),
+    st.integers(0, 2**40),
+    st.sampled_from(PHASES),
+    st.lists(st.tuples(st.integers(0, 2**20), st.booleans()), max_size=5),
+)
+
+
+@given(step=st.integers(0, 10**6), items=st.lists(st.tuples(st.integers(0, 4096), PLACES), max_size=4))
+def test_places_reach_other_ranks_as_they_were(step: int, items: list[tuple[int, Place]]) -> None:
+    assert decode_places(encode_places(step, items)) == (step, items)
+
+
+def test_another_rank_writes_the_states_that_rank_0_describes(tmp_path: Path) -> None:
+    captured = torch.arange(24.0).view(4, 2, 3)
+    items = [(0, Place.chain(7, "decode", 9, 1)), (1, Place.chain(8, "chunk", 3, 3))]
+    Trace(tmp_path / "t", rank=1).follow(encode_places(5, items), captured, (2,), 4)
+    found = read(tmp_path / "t.rank1")
+    assert [(one.request, one.position, one.stage, one.first[0]) for one in found] == [
+        *[(7, 9, "embedding", 3.0), (7, 9, "capture 0", 0.0)],
+        *[(8, 3 + i, "embedding", 9.0 + 6 * i) for i in range(3)],
+        *[(8, 3 + i, "capture 0", 6.0 + 6 * i) for i in range(3)],
+    ]
 
 
 # ---- lines, steps and files
