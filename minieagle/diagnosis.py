@@ -198,19 +198,13 @@ def open_undecided(
     guess."""
     target = cast(Target, source)  # a drafter takes its config, place, embedding and head, which both kinds have
     said = {"convention": convention, "boundaries": boundaries}
-    stale: ConfigError | None = None
     try:
         return *_load(directory, target, read_wiring(directory, target.config, **said)), None
-    except ConfigError as error:
-        if (directory / FILE).exists():
-            stale = error
-        elif not isinstance(error, UndecidedError):
-            raise
+    except (ConfigError, BoundaryError) as error:
         refusal: ValueError = error
-    except BoundaryError as error:
-        refusal = error
-    if (directory / FILE).exists() and stale is None:
-        raise refusal  # what the user says contradicts a sound wiring.json
+    is_stated = (directory / FILE).exists()  # a BoundaryError then says that the user contradicts it
+    if not isinstance(refusal, ConfigError if is_stated else (BoundaryError, UndecidedError)):
+        raise refusal
     for guess in _guesses(said, target.config.num_hidden_layers):
         try:
             wiring, fields = _guessed(directory, target.config, guess, said)

@@ -153,7 +153,8 @@ def lines(report: Report) -> list[str]:
     said += [f"note: {finding.sentence}" for finding in report.findings if not finding.is_fault]
     if report.undecided:
         said.append(f"undecided: {report.undecided}")
-    said += [_line(cause, index) for index, cause in enumerate(report.causes[:3])]
+    first = "unjudged" if report.verdict == "unjudged" else "likeliest cause"
+    said += [_line(cause, "or" if index else first) for index, cause in enumerate(report.causes[:3])]
     if found.alike and found.is_judged:
         said.append(f"can't be told from {found.best.name!r} by this text: {', '.join(r.name for r in found.alike)}")
     said += [f"fixed: {report.fixed}"] if report.fixed else []
@@ -173,7 +174,7 @@ def _remarks(found: Diagnosis) -> list[str]:
     return said
 
 
-def _line(cause: Cause, index: int) -> str:
+def _line(cause: Cause, label: str) -> str:
     gain = cause.result.gain if cause.result else None
     measured = f" (measured gain: {gain.mean:+.2f} +- {gain.error:.2f} tokens per step)" if gain and gain.mean else ""
-    return f"{'likeliest cause' if index == 0 else 'or'}: {cause.sentence}: {cause.remedy}{measured}"
+    return f"{label}: {cause.sentence}: {cause.remedy}{measured}"
