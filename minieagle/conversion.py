@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from minieagle.models.config import TargetConfig, read_json, target_config
+from minieagle.options import add_wiring_options
 from minieagle.spec.boundary import IDS
 from minieagle.spec.convert import READERS, Verifier, convert_drafter
 
@@ -29,13 +30,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="directory of its target; only config.json is read",
     )
-    add(
-        "--capture-convention",
-        choices=("in", "out"),
-        help="what the layer ids in SRC mean: inputs of these layers, or outputs",
-    )
-    add("--boundaries", type=int, nargs="+", metavar="B", help="the states that the drafter reads, 0 .. layers")
     add("--verifier", metavar="NAME", help="the target's name, for speculators (default: its directory's)")
+    add_wiring_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:

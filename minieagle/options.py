@@ -27,12 +27,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--model", "--model-path", metavar="DIR", help="directory of the target (default: the embedded model)")
     add("--drafter", "--speculative-draft-model-path", metavar="DIR", help="directory of the EAGLE-3 drafter")
-    add(
-        "--capture-convention",
-        choices=("in", "out"),
-        help="what the drafter's layer ids mean, where its files don't say: input or output of layer i",
-    )
-    add("--boundaries", type=int, nargs="+", metavar="B", help="the states the drafter reads, instead of layer ids")
+    add_wiring_options(parser)
     add("--no-spec", action="store_true", help="decode plainly; the text is the same")
     add("--tree", metavar="SHAPE", help="chain:N, dynamic:STEPS,TOPK,NODES or static:0,1,0.0 (default: chain:5)")
     add("--num-steps", "--speculative-num-steps", type=int, metavar="N", help="levels of the draft tree")
@@ -46,6 +41,13 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--cuda-graph", action="store_true", help="on a GPU: record decode and verify steps and replay them")
     add("--dtype", choices=("bfloat16", "float32"), help="compute in this type (default: the checkpoint's)")
+
+
+def add_wiring_options(parser: argparse.ArgumentParser) -> None:
+    """What a user can say of a drafter whose files leave it open."""
+    add = parser.add_argument_group("what the drafter's files don't say").add_argument
+    add("--capture-convention", choices=("in", "out"), help="what its layer ids mean: input or output of layer i")
+    add("--boundaries", type=int, nargs="+", metavar="B", help="the states it reads, 0 .. layers, instead of layer ids")
 
 
 def _add_size_options(parser: argparse.ArgumentParser) -> None:

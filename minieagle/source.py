@@ -29,6 +29,7 @@ from minieagle.models.deepseek import Target
 from minieagle.models.eagle3 import Drafter
 from minieagle.models.stream import StreamedTarget
 from minieagle.models.target_weights import load_target
+from minieagle.options import add_wiring_options
 from minieagle.spec.observe import Source
 from minieagle.spec.wiring import Wiring, open_drafter
 
@@ -43,14 +44,9 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="read the target from disk one layer at a time: memory for about two layers, the same results",
     )
-    add(
-        "--capture-convention",
-        choices=("in", "out"),
-        help="what the drafter's layer ids mean, where its files don't say: input or output of layer i",
-    )
-    add("--boundaries", type=int, nargs="+", metavar="B", help="the states the drafter reads, instead of layer ids")
     add("--dtype", choices=("bfloat16", "float32"), help="compute in this type (default: the checkpoint's)")
     add("--threads", type=int, metavar="N", help="CPU threads (default: one for a small model, else all cores)")
+    add_wiring_options(parser)
 
 
 def model_directory(options: argparse.Namespace) -> Path:
