@@ -144,7 +144,7 @@ def _check_switches(switches: Mapping[str, Any], markup: Markup) -> None:
     for name, value in switches.items():
         if name not in markup.switches:
             known = ", ".join(sorted(markup.switches)) or "none"
-            raise RequestError(f"{name} is not a switch of this model's chat template (it has {known})", param=name)
+            raise RequestError(f"{name:.80} is not a switch of this model's chat template (it has {known})", param=name)
         if isinstance(value, str):
             check_text(value, name)
         elif value is not None and not isinstance(value, bool | int | float):

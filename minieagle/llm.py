@@ -278,7 +278,8 @@ def set_threads(threads: int | None, model: str | Path | None) -> None:
     if threads is not None and not 1 <= threads <= most:
         raise ModelError(f"threads={threads} must be in 1..{most}, four times this machine's cores")
     directory = embedded("target") if model is None else Path(model)
-    size = sum(path.stat().st_size for path in directory.rglob("*.safetensors"))  # a rank's may lie in a folder
+    weights = (*directory.glob("*.safetensors"), *directory.glob("*/*.safetensors"))  # a rank's may lie in a folder
+    size = sum(path.stat().st_size for path in weights if path.is_file())
     torch.set_num_threads(threads or (1 if size < SMALL_MODEL_BYTES else torch.get_num_threads()))
 
 

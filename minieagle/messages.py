@@ -98,7 +98,8 @@ def _check_field(name: str, role: str, where: str) -> None:
     roles = _FIELDS.get(name, ())
     if role not in roles:
         remedy = f"only {' and '.join(roles)} messages have it" if roles else f"known are {', '.join(_FIELDS)}"
-        raise RequestError(f"{where}.{name} is not supported: {remedy}; remove it", param=f"{where}.{name}")
+        field = f"{where}.{name!s:.80}"
+        raise RequestError(f"{field} is not supported: {remedy}; remove it", param=field)
 
 
 def _content(message: Mapping[str, Any], where: str) -> str | None:

@@ -338,9 +338,11 @@ def _checked_choices(choices: Sequence[Sequence[int]]) -> tuple[Path, ...]:
     known = {(), *paths}
     for path in paths:
         for rank in path:
-            _check_int(f"a rank of choice {path}", rank, 0)
+            _check_int(f"a rank of choice {path!s:.80}", rank, 0)
         if path[:-1] not in known:
-            raise ShapeError(f"choice {path} has no parent: add {path[:-1]}")
+            raise ShapeError(f"choice {path!s:.80} has no parent: add the path without its last rank")
     if not paths or () in paths or len(known) != len(paths) + 1:
-        raise ShapeError(f"choices {paths} must be at least one path, none empty (the root is implied), none twice")
+        raise ShapeError(
+            f"choices {paths!s:.80} must be at least one path, none empty (the root is implied), none twice"
+        )
     return tuple(paths)

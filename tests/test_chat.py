@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from minieagle.errors import ModelError, RequestError
+from minieagle.messages import check_messages
 from minieagle.tokenizer import Tokenizer
 from tests.published_templates import DEEPSEEK_V3, DEEPSEEK_V31_JSON, DEEPSEEK_V31_TEXT, KIMI_K2, KIMI_K25, NAIVE
 from tests.tokenizer_files import BEGIN, END, KIMI, WRITERS, family, names
@@ -370,3 +371,9 @@ def test_a_family_is_known_by_its_control_tokens(name: str) -> None:
 def test_an_unusable_template_is_refused_when_the_model_is_loaded(tmp_path: Any, declared: Any) -> None:
     with pytest.raises(ModelError, match=r"tokenizer_config\.json: chat_template"):
         Tokenizer(WRITERS["Kimi-K2"](tmp_path, chat_template=declared))
+
+
+@pytest.mark.parametrize("name", ["q" * 999, 5])
+def test_a_field_s_name_is_quoted_at_most_80_characters_long(name: object) -> None:
+    with pytest.raises(RequestError, match=rf"messages\[0\]\.{str(name)[:80]} is not supported"):
+        check_messages([{"role": "user", "content": "a", name: 1}])  # type: ignore[dict-item]
