@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -264,3 +265,11 @@ def test_other_threads_go_on_while_one_encodes(tmp_path: Path) -> None:
     done.set()
     thread.join()
     assert during > 9
+
+
+@pytest.mark.parametrize("write", [lambda path: write_deepseek(path, *THINK), write_kimi])
+def test_published_layouts_bound_a_text_by_its_bytes(tmp_path: Path, write: Callable[[Path], Path]) -> None:
+    write(tmp_path)
+    vocabulary = Tokenizer(tmp_path)._vocabulary
+    plain = vocabulary.token_bytes.keys() - set(vocabulary.added.values())
+    assert vocabulary.longest_token_bytes == max(len(vocabulary.token_bytes[token_id]) for token_id in plain)
