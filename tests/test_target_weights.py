@@ -229,7 +229,7 @@ def test_a_truncated_file_is_named(keep: float, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [lambda d: d / "none", lambda d: d])
 def test_a_directory_without_a_model_is_named(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="config.json does not exist"):
+    with pytest.raises(ConfigError, match="does not exist: pass a directory that holds a model"):
         load_target(make(tmp_path))
 
 
