@@ -32,12 +32,14 @@ from bench.report import Report, add_model_options, new_parser, peak_memory_byte
 from bench.synthetic import write_drafter, write_target
 from minieagle import diagnosis
 from minieagle.errors import ModelError
+from minieagle.llm import LLM
 from minieagle.models.readahead import RUN_BYTES, ReadAhead
 from minieagle.models.target_weights import open_target
 from minieagle.passages import Passage
 from minieagle.source import add_source_options, drafter_directory, open_source
 
 KINDS = ("resident", "streamed")
+WRITER = "write"
 ROUNDS = 3
 NOTES = (
     "states: a hash over captured states, greedy choices and log-probabilities; doctor: a hash over its whole table",
@@ -54,12 +56,23 @@ def parser() -> argparse.ArgumentParser:
     add_model_options(options)
     options.add_argument("--num-tokens", type=int, default=300, metavar="N", help="tokens of the text (default: 300)")
     options.add_argument("--no-rates", action="store_true", help="leave out the reading of files by themselves")
-    options.add_argument("--pass", dest="kind", choices=KINDS, help=argparse.SUPPRESS)  # see `apart`
+    options.add_argument("--pass", dest="kind", choices=(WRITER, *KINDS), help=argparse.SUPPRESS)  # see `apart`
+    options.add_argument("--text", type=Path, help=argparse.SUPPRESS)
     return options
 
 
+PROMPT = tuple(range(16, 32))
+
+
+def write_text(options: argparse.Namespace) -> list[int]:
+    """What the target in memory writes greedily: the doctor judges by nothing else."""
+    llm = LLM(options.model, spec=False, max_seqs=1, max_context_tokens=len(PROMPT) + options.num_tokens)
+    found = llm.generate(PROMPT, max_tokens=options.num_tokens, ignore_eos=True)
+    return [*PROMPT, *found.token_ids]
+
+
 def one_pass(options: argparse.Namespace) -> dict[str, Any]:
-    """The doctor's own pass over a random text, and its verdict."""
+    """The doctor's own pass over a text, and its verdict."""
     asked = argparse.ArgumentParser()
     add_source_options(asked)
     arguments = ["--model", str(options.model), "--drafter", str(options.drafter)]
@@ -69,9 +82,8 @@ def one_pass(options: argparse.Namespace) -> dict[str, Any]:
     console = Console(stderr=True, quiet=True)
     source = open_source(source_options, console)
     drafter, wiring, _ = diagnosis.open_undecided(drafter_directory(source_options), source)
-    draws = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, source.config.vocab_size, (options.num_tokens,), generator=draws).tolist()
-    recording = diagnosis.record(source, drafter, [Passage("random", tuple(tokens), 1)], console)
+    text = Passage("written", tuple(json.loads(options.text.read_text())), len(PROMPT))
+    recording = diagnosis.record(source, drafter, [text], console)
     figures = {"before": before, "peak": peak_memory_bytes(), "pass_s": time.perf_counter() - started}
     found, _ = diagnosis.judge(source, drafter, wiring, recording, drafter_directory(source_options))
     table = [[result.name, result.gain.mean, result.score.rates, result.nats.mean] for result in found.results]
@@ -86,18 +98,17 @@ def _hash(*tensors: torch.Tensor) -> str:
     return digest.hexdigest()[:16]
 
 
-def apart(options: argparse.Namespace, kind: str) -> dict[str, Any]:
-    """`one_pass` in a process of its own."""
+def apart(options: argparse.Namespace, kind: str, text: Path) -> Any:
+    """`one_pass`, or `write_text`, in a process of its own."""
     arguments = ["--model", options.model, "--drafter", options.drafter, "--num-tokens", options.num_tokens]
-    arguments += ["--pass", kind]
+    arguments += ["--pass", kind, "--text", text]
     if options.threads is not None:
         arguments += ["--threads", options.threads]
     command = [sys.executable, str(Path(__file__).resolve()), *map(str, arguments)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise ModelError(f"the {kind} pass failed (see above): {' '.join(command)}")
-    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return figures
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _drop(paths: Sequence[Path]) -> None:
@@ -153,7 +164,10 @@ def _mb(count: float) -> str:
 
 def bench(options: argparse.Namespace, report: Report) -> None:
     size = sum(path.stat().st_size for path in options.model.glob("*.safetensors"))
-    passes = {kind: apart(options, kind) for kind in KINDS}
+    with tempfile.TemporaryDirectory() as directory:
+        text = Path(directory) / "text.json"
+        text.write_text(json.dumps(apart(options, WRITER, text)))
+        passes: dict[str, dict[str, Any]] = {kind: apart(options, kind, text) for kind in KINDS}
     rows = []
     for kind, found in passes.items():
         over = found["peak"] - found["before"]
@@ -194,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         if options.kind is not None:
-            print(json.dumps(one_pass(options)))
+            print(json.dumps(write_text(options) if options.kind == WRITER else one_pass(options)))
         else:
             run(options, Report.begin("stream", arguments))
     except ValueError as error:  # the user's to mend
