@@ -24,9 +24,10 @@ from typing import Any, Final, NoReturn
 
 import jinja2
 from jinja2 import meta, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # A conversation that fills a context of 256k tokens takes under a tenth of each.
 MAX_CPU_S: Final = 1.0

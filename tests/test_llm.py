@@ -192,7 +192,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_sizes_that_no_machine_has_are_refused_before_loading_or_with_their_bytes(
-    sizes: dict[str, int], words: str
+    sizes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
         LLM(**sizes)
