@@ -138,8 +138,8 @@ def test_marks_in_plain_text_are_told_of(tmp_path: Path, caplog: pytest.LogCaptu
     (tmp_path / "c.txt").write_text("one two", encoding="utf-8")
     for name in "abc":
         read_passages(tmp_path / f"{name}.txt", embedded.tokenizer(), 8)
-    found = [name for record in caplog.records for name in ("<|endoftext|>", "<|im_end|>") if name in record.getMessage()]
-    assert found == ["<|endoftext|>", "<|im_end|>"]
+    names, told = ("<|endoftext|>", "<|im_end|>"), [record.getMessage() for record in caplog.records]
+    assert [name for words in told for name in names if name in words] == list(names)
 
 
 @pytest.mark.parametrize(
