@@ -1,18 +1,18 @@
 """The small files of a model directory, read with bounds: text and JSON objects.
 
 The one idea: a model directory comes from strangers. Whatever a file holds (a device, gigabytes, bytes that are no
-text, brackets nested without end), reading it ends in its content or in a ModelError that names it.
+text, brackets nested without end), reading it ends in its content or in a ModelError that names it. The bounds are
+those of models/files.py; the words are for whoever put the directory together.
 """
 
-import json
 from pathlib import Path
 from typing import Any, Final
 
 from minieagle.errors import ModelError
+from minieagle.models.files import JSON_LIMIT_BYTES, FileError, open_plain, parse_json
 
-# The largest that are published: a tokenizer.json of 34 MB, a tokenizer_config.json of 1 MB, a template of 20 kB.
-MAX_JSON_BYTES: Final = 64 << 20
 MAX_TEXT_BYTES: Final = 16 << 20
+"""The largest template that is published has 20 kB."""
 
 
 def read_bytes(path: Path, *, max_bytes: int) -> bytes:
@@ -26,8 +26,10 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
             raise ModelError(
                 f"{path} is a pipe, a device, a folder or a link to nothing; put a plain file in its place"
             )
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             content = file.read(max_bytes + 1)
+    except FileError as error:
+        raise ModelError(f"{error}; check its permissions") from error
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}; check its permissions") from error
     if len(content) > max_bytes:
@@ -47,11 +49,10 @@ def read_object(path: Path, *, required: bool = False) -> dict[str, Any]:
     """The JSON object in `path`; {} where an optional file is absent; ModelError naming the file otherwise."""
     if not required and not path.exists():
         return {}
-    text = read_text(path, max_bytes=MAX_JSON_BYTES)
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: also an integer of more digits than Python converts
-        raise ModelError(f"{path} is not JSON: {error}; copy it again") from error
+        content = parse_json(read_bytes(path, max_bytes=JSON_LIMIT_BYTES), "its content")
+    except FileError as error:
+        raise ModelError(f"{path} is not JSON that can be used: {error}; copy it again") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold an object, not {type(content).__name__}; copy it again")
     return content
