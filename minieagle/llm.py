@@ -29,7 +29,6 @@ from minieagle.models.acceleration import accelerate, check_acceleration
 from minieagle.models.checkpoint import Progress
 from minieagle.models.config import read_json, target_config
 from minieagle.models.deepseek import Target
-from minieagle.models.drafter_weights import load_drafter
 from minieagle.models.eagle3 import Drafter
 from minieagle.models.lockstep import Lead, follow
 from minieagle.models.selfcheck import row_difference
@@ -40,7 +39,7 @@ from minieagle.sequence import SpecStats
 from minieagle.spec.boundary import Convention
 from minieagle.spec.fingerprint import tokenizer_fingerprint
 from minieagle.spec.tree import Shape, ShapeError, TreeShape, parse_shape
-from minieagle.spec.wiring import check_tokenizer, read_wiring
+from minieagle.spec.wiring import check_tokenizer, load_wired, read_wiring
 from minieagle.tokenizer import Tokenizer
 from minieagle.tracing import open_trace
 
@@ -120,7 +119,6 @@ def load_engine(
     config = EngineConfig(**given) if shape is None else EngineConfig(shape=shape, **given)
     tracing = open_trace(trace, trace_steps, trace_layers, ranks)  # refused before minutes of loading
     tokenizer = Tokenizer(directory)
-    limit = target_config(read_json(directory / "config.json")).max_position_embeddings
     target, loaded = _load(
         directory,
         drafter,
@@ -132,7 +130,7 @@ def load_engine(
         convention=capture_convention,
         boundaries=boundaries,
         shards=_shards(ranks, reduction_slices, expert_parallel),
-        context=config.context(limit),
+        config=config,
     )
     if ranks is not None and ranks.size > 1:
         target.lead = lead = Lead(ranks)
@@ -219,37 +217,26 @@ def _load(
     convention: Convention | None,
     boundaries: Sequence[int] | None,
     shards: Shards,
-    context: int | None = None,
+    config: EngineConfig | None = None,
     progress: Progress | None = None,
 ) -> tuple[Target, Drafter | None]:
-    """This rank's pieces of both models. What a drafter's files say is checked before the target is read, which may
-    take minutes."""
+    """This rank's pieces of both models. What a drafter's files and rank 0's sizes (config) say is checked before the
+    target is read, which may take minutes."""
     if drafter is None and (convention is not None or boundaries is not None):
         raise ModelError("capture_convention and boundaries describe a drafter: pass drafter=DIRECTORY too")
     place = torch.device(device) if device is not None else shards.ranks.device
     check_acceleration(place, exact=exact, cuda_graph=cuda_graph)
+    described = target_config(read_json(directory / "config.json"))
+    limit = described.max_position_embeddings
+    context = limit if config is None else config.context(limit)
     wiring = None
     if drafter is not None:
-        wiring = read_wiring(
-            drafter,
-            target_config(read_json(directory / "config.json")),
-            convention=convention,
-            boundaries=boundaries,
-        )
+        wiring = read_wiring(drafter, described, convention=convention, boundaries=boundaries)
         check_tokenizer(wiring, tokenizer_fingerprint(directory))
     target = load_target(directory, dtype=dtype, device=place, progress=progress, shards=shards)
-    if drafter is None or wiring is None:
-        accelerate(target, None, exact=exact, cuda_graph=cuda_graph)
-        return target, None
-    positions = (context or target.config.max_position_embeddings) + MAX_STEPS
-    loaded = load_drafter(
-        drafter,
-        target,
-        config=wiring.config,
-        dtype=dtype or target.dtype,
-        max_positions=positions,
-        d2t=wiring.d2t,
-    )
+    loaded = None
+    if drafter is not None and wiring is not None:
+        loaded = load_wired(drafter, target, wiring, dtype=dtype, max_positions=context + MAX_STEPS)
     accelerate(target, loaded, exact=exact, cuda_graph=cuda_graph)
     return target, loaded
 

@@ -99,7 +99,20 @@ def open_drafter(
     wiring = read_wiring(
         directory, target.config, convention=convention, boundaries=boundaries, norm_output=norm_output
     )
-    drafter = load_drafter(
+    return load_wired(directory, target, wiring, dtype=dtype, max_positions=max_positions), wiring
+
+
+def load_wired(
+    directory: Path,
+    target: Target,
+    wiring: Wiring,
+    *,
+    dtype: torch.dtype | None = None,
+    max_positions: int | None = None,
+) -> Drafter:
+    """Load the drafter of a directory by the wiring that was read of it. As open_drafter, for who reads the wiring
+    before the target is loaded."""
+    return load_drafter(
         directory,
         target,
         config=wiring.config,
@@ -107,7 +120,6 @@ def open_drafter(
         max_positions=max_positions,
         d2t=wiring.d2t,
     )
-    return drafter, wiring
 
 
 def make_wiring(
