@@ -103,7 +103,7 @@ class MixtureOfExperts(nn.Module):
         if self.grouped is not None:
             return self.grouped(x, self.device_places[ids])
         flat = self.places[ids.flatten().numpy(force=True)]
-        num_elsewhere = np.count_nonzero(flat < 0)
+        num_elsewhere = np.count_nonzero(flat < 0) if self.shards.expert_parallel else 0
         if x.shape[0] == 1 and not num_elsewhere:  # plain decoding: nothing to sort, and half the launches
             return torch.stack([self._expert(e, x) for e in flat.tolist()], dim=1)
         order = np.argsort(flat, kind="stable")[num_elsewhere:]
