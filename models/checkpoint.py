@@ -172,6 +172,13 @@ class Filler:
         whole = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
         return whole.to(self.device, wanted)
 
+    def pieces(
+        self, shapes: Mapping[str, Sequence[int]], *, dtype: torch.dtype | None = None, cut: int | None = None
+    ) -> list[Tensor]:
+        """The same by themselves, and in the mapping where nothing has to be computed or moved: to be copied from."""
+        wanted = dtype or self.dtype
+        return [self._piece(name, shape, wanted, cut).to(self.device, wanted) for name, shape in shapes.items()]
+
     def _piece(self, name: str, shape: Sequence[int], dtype: torch.dtype, cut: int | None) -> Tensor:
         """This rank's piece, in the mapping where nothing has to be computed."""
         if name + SCALE in self.checkpoint:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from minieagle.models.config import TargetConfig
 from minieagle.models.grouped_experts import GroupedExperts
+from minieagle.models.int4 import Int4Linear
 from minieagle.models.layers import HAS_TRITON, SwiGLU, pad_rows, silu_mul, tiled_product
 from minieagle.models.shards import WHOLE, Shards
 
@@ -84,9 +85,14 @@ class MixtureOfExperts(nn.Module):
         self.places[held] = np.arange(held.size)  # where each expert lies in `experts`, -1 for other ranks'
 
     def pack(self) -> None:
-        """Once the experts are there: on a GPU, put their weights one behind the other where the kernel takes them."""
+        """Once the experts are there: on a GPU, put their weights one behind the other where the kernel takes them;
+        where it doesn't, each INT4 product for itself is PyTorch's."""
         if self.router.weight.is_cuda and HAS_TRITON and GroupedExperts.takes(self.products):
             self.group()
+            return
+        for module in self.experts.modules():
+            if isinstance(module, Int4Linear):
+                module.pack()
 
     def group(self) -> None:
         """From now on compute all experts of a step together (models/grouped_experts.py)."""
@@ -128,7 +134,7 @@ class MixtureOfExperts(nn.Module):
         """The weighted sum of the chosen experts [T, D] float32, or with expert_parallel its partial sums [T, num_local
         * D], one for each slice's experts: the same whichever rank holds the slice."""
         ids, weights = self.router(x)
-        weighted = self._outputs(x, ids).float() * weights.unsqueeze(-1)
+        weighted = self._outputs(x, ids).float().mul_(weights.unsqueeze(-1))
         if not self.shards.expert_parallel or self.shards.slices == 1:
             return self._total(weighted)
         first = self.shards.ranks.rank * self.shards.num_local

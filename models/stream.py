@@ -115,14 +115,13 @@ class StreamedTarget:
         fill_block(fill, block, self.config, f"model.layers.{index}")
         check_filled(block, self.directory)
         _refuse(fill.checkpoint.left.intersection(names), self.directory)
-        give_back_memory()
         return block
 
     def _read_ends(self, fill: Filler) -> tuple[RMSNorm, Linear]:
         with torch.device("meta"):
             norm = RMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
             head = Linear(self.config.hidden_size, self.config.vocab_size)
-        give_back_memory()  # the last layer's: a head of its size would not fit into the holes
+        give_back_memory()  # the last layer's, into whose holes a head doesn't fit; layers fit into each other's
         fill.fill(norm, NORM)
         fill.fill(head, self._head_name)
         return norm, head

@@ -111,7 +111,7 @@ def _int4_linear(fill: Filler, names: list[str], height: int, width: int) -> Int
     group = _group_size(fill, names[0], width)
     for name in names:
         _check_plain_int4(fill.checkpoint, f"{name}.weight", [height, width])
-    packed = fill.take({f"{name}.weight_packed": (height, width // WORD) for name in names}, dtype=torch.int32, cut=0)
+    packed = fill.pieces({f"{name}.weight_packed": (height, width // WORD) for name in names}, dtype=torch.int32, cut=0)
     scale = fill.take({f"{name}.weight_scale": (height, width // group) for name in names}, cut=0)
     return Int4Linear(packed, scale, fill.dtype)
 
@@ -121,11 +121,11 @@ def _summed_int4_linear(fill: Filler, name: str, height: int, width: int) -> nn.
     group = _group_size(fill, name, fill.stored_shape((height, width), cut=1)[1])
     fill.shards.local(width, f"columns of {name}", unit=group)
     _check_plain_int4(fill.checkpoint, f"{name}.weight", [height, width])
-    packed = fill.take({f"{name}.weight_packed": (height, width // WORD)}, dtype=torch.int32, cut=1)
+    (packed,) = fill.pieces({f"{name}.weight_packed": (height, width // WORD)}, dtype=torch.int32, cut=1)
     scale = fill.take({f"{name}.weight_scale": (height, width // group)}, cut=1)
     count = fill.shards.num_local
     pieces = zip(packed.chunk(count, dim=1), scale.chunk(count, dim=1), strict=True)
-    parts = [Int4Linear(words.contiguous(), scales.contiguous(), fill.dtype) for words, scales in pieces]
+    parts = [Int4Linear(words, scales.contiguous(), fill.dtype) for words, scales in pieces]
     return parts[0] if count == 1 else SlicedLinear(parts)
 
 

@@ -1,14 +1,18 @@
 """INT4: the layout by worked examples, by Python integers and by the library that defined it; products against both."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minieagle.models import int4
 from minieagle.models.int4 import Int4Linear, dequantize, pack, quantize, unpack
+from tests.int4_on_gpu import as_on_a_gpu, gpu_layout
 from tests.oracles import dequantised, nibbles
 from tests.strategies import SEEDS, splits
 
@@ -167,9 +171,90 @@ def test_codes_stay_packed_in_memory(shape: tuple[int, int, int], dtype: torch.d
     assert linear.nbytes == rows * columns // 2 + zeros * rows * columns // size * dtype.itemsize
 
 
-@pytest.mark.skipif(not int4._interleaves(), reason="this processor's INT4 layout has other blocks: torch converts")
-@given(st.integers(1, 3), st.integers(1, 6), st.integers(0, 2**32))
-def test_the_fast_layout_is_the_librarys(blocks: int, words: int, seed: int) -> None:
+def random_words(rows: int, words: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    packed = torch.randint(-(2**31), 2**31, (64 * blocks, words), generator=generator).to(torch.int32)
-    assert torch.equal(int4._interleaved(packed), int4._converted(packed))
+    return torch.randint(-(2**31), 2**31, (rows, words), generator=generator).to(torch.int32)
+
+
+def converted(packed: Tensor) -> Tensor:
+    out = torch.empty(packed.shape[0], packed.shape[1] * 4, dtype=torch.uint8)
+    int4._convert(packed, out)
+    return out
+
+
+@pytest.mark.skipif(not int4._interleaves(), reason="this processor's INT4 layout has other blocks: torch converts")
+@given(st.integers(1, 3), st.integers(1, 6), SEEDS)
+def test_the_fast_layout_is_the_librarys(blocks: int, pairs: int, seed: int) -> None:
+    packed = random_words(64 * blocks, 2 * pairs, seed)
+    out = torch.empty(packed.shape[0], packed.shape[1] * 4, dtype=torch.uint8)
+    int4._interleave(packed, out)
+    assert torch.equal(out, converted(packed))
+
+
+@given(st.lists(st.sampled_from([8, 16, 64, 128]), min_size=1, max_size=3), st.booleans(), DTYPES, SEEDS)
+def test_parts_equal_the_whole(heights: list[int], fast: bool, dtype: torch.dtype, seed: int) -> None:
+    """Also parts that are some columns of a wider tensor."""
+    packed, scale = random_int4(sum(heights), 128, 32, seed, dtype)
+    wide = random_words(sum(heights), 40, seed)
+    wide[:, 8:24] = packed
+    with patch.object(int4, "_interleaves", int4._interleaves if fast else lambda: False):
+        whole, parts = (Int4Linear(words, scale, dtype) for words in (packed, wide[:, 8:24].split(heights)))
+    assert torch.equal(whole.codes, parts.codes) and torch.equal(whole.scale, parts.scale)
+    assert parts.codes.is_contiguous() and parts.native == (sum(heights) % 16 == 0)
+
+
+# ---- PyTorch's product on a GPU, by a fake of it
+
+
+GPU = st.tuples(st.sampled_from([8, 24, 64]), st.sampled_from([32, 64, 96, 256]), st.just(32))
+
+
+@given(GPU, st.integers(1, 20), SEEDS)
+def test_the_gpu_product_gets_what_it_wants(shape: tuple[int, int, int], num: int, seed: int) -> None:
+    with as_on_a_gpu():
+        linear, x, wanted = product(shape, num, seed, torch.bfloat16)
+        assert not linear.native, "the grouped kernel reads words"
+        linear.pack()
+        assert linear.native and linear.group_size == shape[2]
+        once = linear.codes
+        linear.pack()
+    assert linear.codes is once and linear.nbytes == 4 * shape[0] * shape[1] // 8 + 4 * shape[0] * shape[1] // 32
+    tolerance = 2.0**-6 * float(wanted.abs().max())
+    torch.testing.assert_close(linear(x).double(), wanted, atol=tolerance, rtol=0)
+
+
+@given(GPU, SEEDS)
+def test_swapped_half_bytes_would_be_noticed(shape: tuple[int, int, int], seed: int) -> None:
+    with as_on_a_gpu(layout=lambda halves, tiles: gpu_layout((halves << 4) | (halves >> 4), tiles)):
+        linear, x, wanted = product(shape, 4, seed, torch.bfloat16)
+        linear.pack()
+    assert float((linear(x).double() - wanted).abs().max()) > 0.05 * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((7, 32, 32), torch.bfloat16), ((16, 48, 16), torch.bfloat16), ((16, 64, 32), torch.float32)],
+)
+def test_what_the_gpu_product_does_not_take_stays_words(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    with as_on_a_gpu():
+        linear, x, wanted = product(shape, 3, 0, dtype)
+        linear.pack()
+    assert not linear.native
+    torch.testing.assert_close(linear(x).double(), wanted, atol=2.0**-6 * float(wanted.abs().max()), rtol=0)
+
+
+def test_an_older_gpu_keeps_words() -> None:
+    with as_on_a_gpu(takes=False):
+        linear, _, _ = product((16, 64, 32), 3, 0, torch.bfloat16)
+        linear.pack()
+    assert not linear.native
+
+
+@pytest.mark.parametrize("columns", [32, 64, 128, 384])
+def test_the_shapes_are_those_that_torch_states(columns: int) -> None:
+    """By its own rules for tensors without data."""
+    with as_on_a_gpu(layout=int4._GPU_LAYOUT, product=int4._GPU_PRODUCT), FakeTensorMode():
+        words = torch.empty(24, columns // 8, dtype=torch.int32)
+        linear = Int4Linear(words, words.new_empty(24, columns // 32, dtype=torch.bfloat16), torch.bfloat16)
+        linear.pack()
+        assert linear.native and linear(words.new_empty(5, columns, dtype=torch.bfloat16)).shape == (5, 24)

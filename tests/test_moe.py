@@ -8,8 +8,10 @@ from hypothesis import assume, given
 from torch import Tensor
 
 from minieagle.models.config import TargetConfig, target_config
+from minieagle.models.int4 import Int4Linear, pack, quantize
 from minieagle.models.layers import Linear
 from minieagle.models.moe import Expert, MixtureOfExperts, Router
+from tests.int4_on_gpu import as_on_a_gpu
 from tests.oracles import TINY
 from tests.strategies import SEEDS, experts, splits
 
@@ -129,3 +131,23 @@ def test_a_dropped_group_stays_dropped_when_all_choices_are_negative() -> None:
     router = random_router(config, 0)
     router.e_score_correction_bias.copy_(torch.tensor([-3.0, -3.0, -5.0, -5.0]))
     assert set(router(rows(20, 0))[0].flatten().tolist()) == {0, 1}
+
+
+def int4_expert(seed: int) -> Expert:
+    draw = torch.Generator().manual_seed(seed)
+    codes, scale = quantize(torch.randn(96, 32, generator=draw).bfloat16(), 32)
+    products = [Int4Linear(pack(q), s, torch.bfloat16) for q, s in zip(codes.split(64), scale.split(64), strict=True)]
+    return Expert(*products)
+
+
+def test_int4_experts_that_no_kernel_groups_are_packed_one_by_one() -> None:
+    """As on a GPU without Triton."""
+    moe, x = random_moe(config_of({}), 0), torch.randn(3, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with as_on_a_gpu():
+        moe.experts = torch.nn.ModuleList(int4_expert(e) for e in range(4))
+        wanted = [moe._expert(e, x) for e in range(4)]
+        moe.pack()
+        assert moe.grouped is None
+        assert all(product.native for pair in moe.products for product in pair)
+        for e, expected in enumerate(wanted):
+            torch.testing.assert_close(moe._expert(e, x), expected, rtol=2.0**-5, atol=2.0**-4)
