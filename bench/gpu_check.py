@@ -176,6 +176,25 @@ def in_float64(mixture: MixtureOfExperts, index: int, x: Tensor) -> Tensor:
     return second @ (torch.nn.functional.silu(gate) * up)
 
 
+def check_library_int4(device: torch.device) -> Finding:
+    """PyTorch's INT4 product, which serves experts that the grouped kernel doesn't take: against float64, and a row by
+    itself against the same row among others."""
+    codes, scale = quantize(torch.randn(512, 1024).bfloat16(), 32)
+    packed = pack(codes)
+    linear = Int4Linear(packed.to(device), scale.to(device), torch.bfloat16)
+    linear.pack()
+    x = torch.randn(33, 1024).bfloat16()
+    got = linear(x.to(device))
+    alone = torch.cat([linear(row) for row in x.to(device).split(1)])
+    wanted = x.double() @ dequantize(packed, scale, torch.float32).double().t()
+    error = float((got.cpu().double() - wanted).abs().max() / wanted.abs().max())
+    good = linear.native and error < 2.0**-6 and torch.equal(got, alone)
+    rows = "the same" if torch.equal(got, alone) else "DIFFERENT"
+    return Finding(
+        "PyTorch's INT4 product", good, f"largest error {error:.2g} of the largest output, rows {rows} alone"
+    )
+
+
 def check_flashinfer(device: torch.device, num_heads: int = 16, context: int = 300) -> Finding:
     """flashinfer's prefix merged with our tree part, against our attention, on random rows of its widths."""
     if not HAS_FLASHINFER:
@@ -211,6 +230,7 @@ def findings(device: torch.device, max_tokens: int) -> Iterator[Finding]:
         yield check_row_invariance(loaded.target)
         yield from check_speculation(loaded, prompts, max_tokens)
         yield check_experts(loaded.target)
+        yield check_library_int4(device)
         yield check_flashinfer(device)
         yield check_graphs(loaded, prompts, max_tokens)
 
@@ -252,6 +272,8 @@ def layers(device: torch.device) -> Iterator[Timed]:
     weight = torch.randn(18432, width, device=device).bfloat16()
     codes, scale = quantize(torch.randn(4096, width, device=device).bfloat16(), 32)
     packed, scales = pack(codes).repeat(32, 1, 1), scale.repeat(32, 1, 1)
+    one = Int4Linear(packed[0], scales[0], torch.bfloat16)
+    one.pack()
     cache = torch.randn(context + 17, 1, 576, device=device).bfloat16()
     for count in (1, 16):
         x = torch.randn(count, width, device=device).bfloat16()
@@ -265,6 +287,7 @@ def layers(device: torch.device) -> Iterator[Timed]:
             used,
             lambda x=x, tiles=tiles: grouped_product(x, packed, scales, tiles, num_pairs=8 * x.shape[0], pairs_a_row=8),
         )
+        yield f"PyTorch's INT4 product 7168 -> 4096, {count} rows", one.nbytes, lambda x=x: one(x)
         slots = torch.arange(1, context + 17, device=device)
         plan = AttentionPlan.of(Rows.of(slots[:count], [Span(slots, context, count)]))
         q = torch.randn(count, num_heads, 576, device=device) * 0.05

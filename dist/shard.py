@@ -3,7 +3,7 @@
 The one idea: every cut is an equal run of one axis, so a table of module names says it all: output rows (axis 0, by
 head, by vocabulary, by column of a feed-forward), input columns (axis 1), or nothing, where every rank holds the whole.
 Packed INT4 words and both kinds of scales lie along the same axes as the weight, in fewer numbers, and are cut by the
-same shares. What must divide is counted in units: heads, vocabulary, widths, and of quantised widths whole groups.
+same shares. What must divide is counted in units: heads, vocabulary, widths, and of INT4 widths whole groups.
 
 A layer then needs two sums over the ranks (behind o_proj and behind the feed-forward, routed and shared experts added
 first), the embedding one more, and the logits one gather. Source: Megatron-LM's column and row split (arXiv
@@ -126,23 +126,18 @@ def units(
     shared_intermediate_size: int,
     moe_intermediate_size: int,
     group_size: int | None = None,
-    block_size: int | None = None,
-    head_widths: tuple[int, ...] = (),
 ) -> dict[str, Unit]:
     """The units of CUTS from a config's numbers, 0 for what the model doesn't have.
 
-    group_size: expert columns that share an INT4 scale. block_size: rows and columns that share an FP8 scale; then
-    head_widths are the numbers per head that meet a cut (query, key and value, output), since a rank's heads must fill
-    whole blocks.
+    group_size: expert columns that share an INT4 scale, of which a rank holds whole groups. FP8 blocks need not be
+    whole: a rank takes the scale of every block that it has a piece of.
     """
-    block = block_size or 1
-    heads = lcm(*(block // gcd(block, width) for width in head_widths))
-    expert = lcm(group_size, WORD) if group_size else block
+    expert = lcm(group_size, WORD) if group_size else 1
     return {
         "vocabulary": Unit("tokens in the vocabulary", vocab_size),
-        "heads": Unit("attention heads", num_attention_heads, heads),
-        "dense": Unit("columns of a dense feed-forward", intermediate_size, block),
-        "shared": Unit("columns of the shared expert", shared_intermediate_size, block),
+        "heads": Unit("attention heads", num_attention_heads),
+        "dense": Unit("columns of a dense feed-forward", intermediate_size),
+        "shared": Unit("columns of the shared expert", shared_intermediate_size),
         "expert": Unit("columns of a routed expert", moe_intermediate_size, expert),
     }
 

@@ -13,7 +13,7 @@ import json
 import secrets
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -84,8 +84,7 @@ def _check(checkpoint: Checkpoint, config: TargetConfig, made: Made) -> None:
     groups = group({name: checkpoint.stored[name] for name in checkpoint.left})
     if faults := weight_faults(groups, config):
         raise CheckpointError(f"{checkpoint.directory}: {faults[0]}")
-    # FP8 blocks need not be whole: a piece has the scales of every block that it touches.
-    dealt = target_units(groups, replace(config, fp8_block=None))
+    dealt = target_units(groups, config)
     if made.expert_parallel:
         dealt = dealt | {"expert": Unit("routed experts", config.n_routed_experts)}
     check_divides(dealt, made.num_ranks)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -39,6 +38,7 @@ from minieagle.dist.shard import (
 from minieagle.errors import ModelError
 from minieagle.models.config import TargetConfig, read_json, target_config
 from minieagle.models.drafter_names import drafter_shapes
+from minieagle.models.fp8 import SCALE
 from minieagle.models.headers import Stored, read_headers
 from minieagle.models.weight_groups import Group, group, loaded, weight_faults
 from minieagle.spec.formats import OWN, recognise, refuse_strangers
@@ -258,8 +258,6 @@ def target_units(groups: Iterable[Group], config: TargetConfig) -> dict[str, Uni
         shared_intermediate_size=config.n_shared_experts * moe,
         moe_intermediate_size=moe,
         group_size=_group_size(groups, config),
-        block_size=math.lcm(*config.fp8_block) if config.fp8_block else None,
-        head_widths=(config.qk_head_dim, config.qk_nope_head_dim + config.v_head_dim, config.v_head_dim),
     )
 
 
@@ -294,10 +292,10 @@ def cut_table(directory: Path, stored: Mapping[str, Stored], tp: int) -> list[Cu
 
 
 def _cut_row(name: str, shape: tuple[int, ...], inside: Sequence[Group], tp: int) -> CutRow:
-    cut = cut_of(name)
-    part = part_of(name, shape, rank=0, size=tp)
-    mine = list(shape)
-    if part is not None:
+    cut, mine = cut_of(name), list(shape)
+    if cut.axis is not None and name.endswith(SCALE):
+        mine[cut.axis] = -(-shape[cut.axis] // tp)  # of every block that the rank has a piece of
+    elif (part := part_of(name, shape, rank=0, size=tp)) is not None:
         mine[part[0]] = part[2]
     how = "whole" if cut.axis is None else f"{('rows', 'columns')[cut.axis]} by {cut.unit}"
     return name, how, str(list(shape)), str(mine), sum(rank_bytes(g.name, g.nbytes, tp) for g in inside)

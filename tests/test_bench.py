@@ -4,6 +4,7 @@ The model is the synthetic one at toy size with its random drafter, so nothing h
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from bench import acceptance, decode, exactness, limits, report, synthetic
+from bench import acceptance, decode, drafter_ranks, exactness, limits, report, stream, synthetic
 from bench.prompts import read_prompts
 from bench.runs import load, repeated_4grams
 from bench.twin import write_twin
+from minieagle.dist.ranks import ALONE, Ranks
 from minieagle.errors import ModelError
 from minieagle.models.int4 import unpack
+from minieagle.models.layers import Linear
+from minieagle.models.mla import LatentAttention
 from minieagle.models.rows import Rows, Span
+from minieagle.models.shards import WHOLE, Shards
 
 TINY = {
     "vocab_size": 4096,
@@ -249,3 +254,34 @@ def test_exactness_refuses_results_of_other_settings(
 def test_exactness_in_two_processes(small_matrix: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert exactness.main([*small_matrix, "--processes", "2"]) == 0
     assert "2/2 " in capsys.readouterr().out
+
+
+# ---- drafters over ranks
+
+
+def test_a_drafter_s_parts_are_all_of_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "target_hidden_size": 16}
+    config = replace(drafter_ranks.config_of(64), vocab_size=64, **sizes)
+    whole, cut = (drafter_ranks.random_drafter(config, shards) for shards in (WHOLE, Shards(Ranks(ALONE), 1)))
+    products = [m.dense_weight() for m in whole.modules() if isinstance(m, Linear)]
+    attention = whole.midlayer.attention
+    assert isinstance(attention, LatentAttention)
+    total = sum(w.nbytes for w in (*products, attention.w_uk, attention.w_uv))
+    assert sum(drafter_ranks.part_bytes(whole)) == total
+    monkeypatch.setattr(drafter_ranks, "ROUNDS", 1)
+    assert len(list(drafter_ranks.timed(whole, cut))) == len(drafter_ranks.ROWS)
+    assert len(drafter_ranks.exchange(Ranks(ALONE), cut)) == len(drafter_ranks.ROWS)
+
+
+# ---- a streamed target
+
+
+def test_a_pass_runs_over_as_many_tokens_as_it_says(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    observe = stream.observe_texts
+    monkeypatch.setattr(stream, "observe_texts", lambda s, texts, b: seen.append(len(texts[0])) or observe(s, texts, b))
+    monkeypatch.setattr(stream, "LENGTHS", (3, 5))
+    monkeypatch.setattr(stream, "ROUNDS", 2)
+    found = stream.rates(model / "target")
+    assert [name for name, _ in found] == ["plain", "read-ahead", "a pass over 3 tokens", "a pass over 5 tokens"]
+    assert seen == [3, 5, 3, 5] and all(rate > 0 for _, rate in found)

@@ -28,7 +28,7 @@ def test_all_checks_pass_where_the_cpu_is_the_device(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(gpu_check, "check_graphs", lambda *a: check_graphs(*a, record=Recorder()))
     found = {finding.name: finding.passed for finding in findings(CPU, 12)}
     assert found.pop("INT4 experts") is None and found.pop("flashinfer") is None
-    assert len(found) == 8 and all(found.values())
+    assert len(found) == 9 and all(found.values())
 
 
 @torch.inference_mode()

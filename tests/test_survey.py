@@ -241,6 +241,13 @@ def test_fp8_is_counted_as_it_is_loaded() -> None:
     assert (scale.num_parameters, scale.loaded_bytes(torch.bfloat16), scale.weight) == (0, 0, weight.name)
 
 
+def test_a_piece_of_fp8_has_the_scale_of_every_block_that_it_touches() -> None:
+    """As the loader takes them: blocks need not be whole."""
+    name = "self_attn.q_b_proj.weight_scale_inv"
+    scale = Group(f"model.layers.0.{name}", torch.float32, (3, 5), num=1)
+    assert inspection._cut_row(name, (3, 5), [scale], 2)[3] == "[2, 5]"
+
+
 def test_bytes_in_words() -> None:
     assert math.isclose(float(inspection._gb(594_205_904_896).split()[0]), 594.21)
     assert inspection._gb(1_000) == "0.00 MB" and inspection._count(31_687_095_808) == "31.7 B"
