@@ -49,7 +49,8 @@ LENGTHS = (16, 70, 300)
 """Tokens of the texts whose passes are timed."""
 NOTES = (
     "states: a hash over captured states, greedy choices and log-probabilities; doctor: a hash over its whole table",
-    "peak: the most resident memory of the process; over the imports: less what it had before the target was opened",
+    "peak: the most resident memory of the process in the pass; over the imports: less what it had before the target "
+    "was opened; with the trials: the same once the doctor has tried all readings of the drafter",
     "size: the bytes of the model's tensors as they lie on disk",
     "plain: the files read from end to end into one buffer; read-ahead: the reading thread, what it reads thrown away; "
     f"median of {ROUNDS}, in turns",
@@ -94,6 +95,7 @@ def one_pass(options: argparse.Namespace) -> dict[str, Any]:
     recording = diagnosis.record(source, drafter, [text], console)
     figures = {"before": before, "peak": peak_memory_bytes(), "pass_s": time.perf_counter() - started}
     found, _ = diagnosis.judge(source, drafter, wiring, recording, drafter_directory(source_options))
+    figures["judged"] = peak_memory_bytes()
     table = [[result.name, result.gain.mean, result.score.rates, result.nats.mean] for result in found.results]
     states = [part for text in recording.texts for part in vars(text).values()]
     return figures | {"states": _hash(*states), "doctor": hashlib.sha256(json.dumps(table).encode()).hexdigest()[:16]}
@@ -184,9 +186,9 @@ def bench(options: argparse.Namespace, report: Report) -> None:
     rows = []
     for kind, found in passes.items():
         over = found["peak"] - found["before"]
-        memory = [_mb(found["peak"]), _mb(over), percent(over / size)]
+        memory = [_mb(found["peak"]), _mb(over), percent(over / size), _mb(found["judged"] - found["before"])]
         rows.append([kind, found["states"], found["doctor"], *memory, f"{found['pass_s']:.1f} s"])
-    columns = ("pass", "states", "doctor", "peak", "over the imports", "of the size", "time")
+    columns = ("pass", "states", "doctor", "peak", "over the imports", "of the size", "with the trials", "time")
     report.table(f"{_mb(size)} of weights, {options.num_tokens} tokens", columns, rows)
     first, second = passes.values()
     same = all(first[name] == second[name] for name in ("states", "doctor"))

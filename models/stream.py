@@ -96,6 +96,7 @@ class StreamedTarget:
                 self._ends = self._read_ends(fill)
         finally:
             ahead.close()
+            give_back_memory()
 
     def _parts(self, checkpoint: Checkpoint) -> list[list[str]]:
         """The names of each layer's tensors and, unless they are there, the norm's and the head's. Raises

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from minieagle.models.eagle3 import Drafter
+from minieagle.models.target_weights import give_back_memory
 from minieagle.spec.alarm import DEPTH_1_LOW
 from minieagle.spec.hypotheses import Change, Reading, Setting, Unreadable, grid, reread
 from minieagle.spec.observe import Observed, Source
@@ -406,6 +407,7 @@ class _Search:
         except Unreadable:
             return []
         scored = score(variant, reading, recording)
+        give_back_memory()  # a hundred readings' copies and logits leave holes of several times their size
         is_whole = len(recording.texts) == len(self.recording.texts)
         gains = scored.gain_over(self.base.score), scored.log_prob_over(self.base.score)
         return [Result(changes, reading, scored, *gains, is_whole)]
