@@ -15,7 +15,8 @@ import torch
 MAX_SIZE = 8
 """Ranks of one model at most: attention heads of published models divide no further without loss."""
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+MAX_PORT = 65535
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class GroupError(ValueError):
@@ -40,6 +41,8 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Group:
     if not any(name in environment for name in _VARIABLES):
         return alone()
     _check_complete(environment)
+    if not 1 <= (port := _integer(environment, "MASTER_PORT")) <= MAX_PORT:
+        raise GroupError(f"MASTER_PORT={port} must be in 1..{MAX_PORT}; let torchrun set it")
     size = _size(environment)
     rank = _index(environment, "RANK", size)
     return Group(rank=rank, size=size, device=_device(_index(environment, "LOCAL_RANK", size)))

@@ -50,8 +50,7 @@ def _in_company() -> Generator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise RankLost(f"the connection to another rank is lost ({reason})") from error
+        raise RankLost("the connection to another rank is lost") from error
 
 
 class Ranks:
@@ -78,7 +77,7 @@ class Ranks:
             self._control = _new_group("gloo", lasting)
         except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
             raise GroupError(
-                f"rank {self.rank} can't reach the other {self.size - 1} ranks within {START_TIMEOUT_S} s: {error}"
+                f"rank {self.rank} of {self.size} can't reach the others ({START_TIMEOUT_S} s are given): {error}"
             ) from error
 
     @property

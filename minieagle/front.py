@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Self
 
+from minieagle.dist.ranks import RankLost
 from minieagle.engine import Engine, Output, Request
 from minieagle.errors import RequestError
 
@@ -160,6 +161,8 @@ class AsyncFront:
                 self._obey()
                 if self.engine.has_work:
                     self._publish(self.engine.step())
+        except RankLost as error:  # the job ends, and says which rank it was
+            self._call(self._fail, Unavailable(f"the engine stopped: {error}"))
         except Exception as error:  # whatever it is, its state is unknown: end every stream rather than hang them
             _log.exception("the step loop ended")
             self._call(self._fail, Unavailable(f"the engine stopped: {error}"))

@@ -26,6 +26,7 @@ from minieagle.dist.ranks import Ranks
 from minieagle.engine import Engine, EngineConfig, Output, Request, TokenLogprob
 from minieagle.errors import MinieagleError, ModelError, RequestError
 from minieagle.models.acceleration import accelerate, check_acceleration
+from minieagle.models.agreement import check_agreement
 from minieagle.models.checkpoint import Progress
 from minieagle.models.config import read_json, target_config
 from minieagle.models.deepseek import Target
@@ -133,6 +134,7 @@ def load_engine(
         config=config,
     )
     if ranks is not None and ranks.size > 1:
+        check_agreement(ranks, target, loaded)
         target.lead = lead = Lead(ranks)
         if loaded is not None:
             loaded.lead = lead
@@ -182,6 +184,7 @@ def obey(
         boundaries=boundaries,
         shards=shards,
     )
+    check_agreement(ranks, target, loaded)
     tracing = open_trace(trace, trace_steps, trace_layers, ranks)
     if tracing is None:
         follow(ranks, target, loaded)

@@ -24,7 +24,7 @@ from minieagle.dist.shard import ShardError, Unit, check_divides, rank_bytes
 from minieagle.errors import ModelError
 from minieagle.models.checkpoint import Checkpoint, CheckpointError, Progress
 from minieagle.models.config import TargetConfig, read_json
-from minieagle.models.rank_files import FILE, Made, folder, names_of, piece_of
+from minieagle.models.rank_files import FILE, Made, folder, metadata_of, names_of, piece_of
 from minieagle.models.target_names import by_layer, is_expert
 from minieagle.models.target_weights import give_back_memory, open_target
 from minieagle.models.tensor_file import write_tensors
@@ -73,9 +73,10 @@ def shard_directory(
     _check(fill.checkpoint, config, made)
     with new_directory(source, target) as partial:
         _check_room(fill.checkpoint, made, partial)
-        for place in (partial, *[partial / folder(rank, num_ranks) for rank in range(num_ranks)]):
-            place.mkdir(exist_ok=True)
-            (place / FILE).write_text(json.dumps(asdict(made)))
+        (partial / FILE).write_text(json.dumps(asdict(made)))
+        for rank in range(num_ranks):
+            (place := partial / folder(rank, num_ranks)).mkdir()
+            (place / FILE).write_text(json.dumps(asdict(made) | {"rank": rank}))
         _cut(fill.checkpoint, config, made, partial, progress)
         write_companions(source, partial, read_json(source / "config.json"))
 
@@ -121,6 +122,6 @@ def _cut_layer(
     for rank in range(made.num_ranks):
         held = names_of(made, rank, names, config)
         pieces = {name: piece_of(made, rank, name, tensors[name], stored, block).contiguous() for name in held}
-        write_tensors(target / folder(rank, made.num_ranks) / file, pieces)
+        write_tensors(target / folder(rank, made.num_ranks) / file, pieces, metadata_of(made, rank))
         del pieces
         give_back_memory()

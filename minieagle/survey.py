@@ -40,6 +40,7 @@ from minieagle.models.config import TargetConfig, read_json, target_config
 from minieagle.models.drafter_names import drafter_shapes
 from minieagle.models.fp8 import SCALE
 from minieagle.models.headers import Stored, read_headers
+from minieagle.models.rank_files import FILE
 from minieagle.models.weight_groups import Group, group, loaded, weight_faults
 from minieagle.spec.formats import OWN, recognise, refuse_strangers
 from minieagle.spec.wiring import read_wiring
@@ -340,6 +341,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print what a directory holds; returns 1 where the model couldn't be loaded."""
     console = Console() if sys.stdout.isatty() else Console(width=140, no_color=True, highlight=False)
+    if (options.directory / FILE).exists():
+        raise ModelError(f"{options.directory} is cut for ranks ({FILE}): inspect the model that it was cut from")
     stored, unlisted = read_headers(options.directory)
     if is_drafter(stored):
         if options.tp is not None:

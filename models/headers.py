@@ -160,6 +160,23 @@ def _is_bare_name(name: Any) -> bool:
 
 def read_header(path: Path) -> dict[str, Stored]:
     """The tensors of one file by name."""
+    content, base, size = _parse(path)
+    content.pop("__metadata__", None)
+    header = {name: _stored(path, name, entry, base) for name, entry in content.items()}
+    _check_gapless(path, header, base, size)
+    return header
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """What one file says of itself, beside its tensors."""
+    said = _parse(path)[0].get("__metadata__", {})
+    if not isinstance(said, dict):
+        raise _damaged(path, f"its metadata is {type(said).__name__}, not an object")
+    return said
+
+
+def _parse(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The header, where its tensors' bytes begin, and the file's size."""
     try:
         with open_plain(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -173,10 +190,7 @@ def read_header(path: Path) -> dict[str, Stored]:
         raise CheckpointError(f"{error}; it is damaged or cut short, fetch it again") from None
     if not isinstance(content, dict):
         raise _damaged(path, f"its header is {type(content).__name__}, not an object")
-    content.pop("__metadata__", None)
-    header = {name: _stored(path, name, entry, 8 + length) for name, entry in content.items()}
-    _check_gapless(path, header, 8 + length, size)
-    return header
+    return content, 8 + length, size
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:

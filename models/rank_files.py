@@ -2,7 +2,7 @@
 
     MODEL/shards.json                            for how many ranks, and which run wrote it
     MODEL/config.json, tokenizer.json, ...       as in the source
-    MODEL/rank-03-of-08/shards.json              the same as above
+    MODEL/rank-03-of-08/shards.json              the same as above, and which rank's; so do the files' metadata
     MODEL/rank-03-of-08/model-00012.safetensors  the pieces of layer 12; the last file holds what belongs to no layer
 
 The one idea: names and formats stay the published ones, only the shapes are a rank's, so that one loader reads both
@@ -22,7 +22,7 @@ from torch import Tensor
 from minieagle.dist.shard import part_of
 from minieagle.models.config import TargetConfig, check_fields, read_json
 from minieagle.models.fp8 import SCALE, touched
-from minieagle.models.headers import CheckpointError, Stored
+from minieagle.models.headers import CheckpointError, Stored, read_metadata
 from minieagle.models.shards import Shards, dealt_experts
 from minieagle.models.target_names import is_expert, of_other_experts
 
@@ -54,9 +54,22 @@ def weight_directory(directory: Path, shards: Shards) -> tuple[Path, bool]:
             f"{_said(ranks.size, shards.expert_parallel)}: start it that way, or pass the model it was cut from"
         )
     mine = directory / folder(ranks.rank, ranks.size)
-    if _made(read_json(mine / FILE)) != made:
+    content = dict(read_json(mine / FILE))
+    rank = content.pop("rank", None)
+    if _made(content) != made:
         raise CheckpointError(f"{mine} and {directory} were written by two runs: cut the model anew")
+    if rank != ranks.rank:
+        raise CheckpointError(f"{mine} holds the pieces of rank {rank}: put rank {ranks.rank}'s there, or cut it anew")
+    wanted = metadata_of(made, ranks.rank)
+    for path in sorted(mine.glob("*.safetensors")):
+        if (said := read_metadata(path)) != wanted:
+            raise CheckpointError(f"{path} is of {said}, not of {wanted}: put the right file there, or cut it anew")
     return mine, True
+
+
+def metadata_of(made: Made, rank: int) -> dict[str, str]:
+    """What every file of a rank says of itself."""
+    return {"format": "pt", "rank": str(rank), "run": made.run}
 
 
 def _said(num_ranks: int, expert_parallel: bool) -> str:

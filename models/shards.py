@@ -37,8 +37,8 @@ class Shards:
     def __post_init__(self) -> None:
         if self.slices < 1 or self.slices % self.ranks.size:
             raise ShardError(
-                f"reduction slices={self.slices} must be a multiple of the {self.ranks.size} ranks, such as "
-                f"{self.ranks.size}"
+                f"reduction slices={self.slices} must be 1 or more and a multiple of the number of ranks, "
+                f"{self.ranks.size}: such as {self.ranks.size} or 8"
             )
 
     @property
@@ -53,8 +53,9 @@ class Shards:
         if count % (pieces * unit):
             works = [n for n in (1, 2, 4, 8) if count % (n * unit) == 0]
             raise ShardError(
-                f"{what}={count} can't be cut into {pieces} pieces of multiples of {unit}: numbers of pieces that work "
-                f"are {works}"
+                f"{what}={count} can't be cut into {pieces} pieces"
+                f"{f' of multiples of {unit}' if unit > 1 else ''}, one for each "
+                f"{'reduction slice' if pieces != self.ranks.size else 'rank'}: numbers that work are {works}"
             )
         return count // self.ranks.size
 

@@ -47,7 +47,7 @@ def test_recording_and_the_library_are_set_up(monkeypatch: pytest.MonkeyPatch) -
 
 def environment(local_rank: int) -> dict[str, str]:
     own = str(local_rank)
-    return {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}
+    return {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 def test_every_rank_of_a_host_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

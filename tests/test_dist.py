@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from minieagle.dist.group import MAX_SIZE, Group, GroupError, from_environment
 
-TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 def test_a_plain_process_is_a_group_of_one():

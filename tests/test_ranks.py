@@ -123,7 +123,7 @@ def test_less_patience_than_three_beats_is_refused(timeout_s: float) -> None:
 
 
 def test_words_of_a_library_about_sockets_become_ours() -> None:
-    with pytest.raises(RankLost, match="^the connection to another rank is lost "), _in_company():
+    with pytest.raises(RankLost, match="^the connection to another rank is lost$"), _in_company():
         raise RuntimeError("[pair.cc:547] Connection closed by peer")
 
 

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from minieagle import sharding
+from minieagle import sharding, survey
 from minieagle.dist.ranks import Ranks
 from minieagle.dist.shard import ShardError
 from minieagle.errors import ModelError
@@ -277,6 +277,27 @@ def test_folders_of_two_runs_are_refused(tmp_path: Path) -> None:
     load_target(tmp_path / "one", shards=members(2)[0])
     with pytest.raises(CheckpointError, match="two runs"):
         load_target(tmp_path / "one", shards=members(2)[1])
+
+
+def test_pieces_of_another_rank_are_refused(tmp_path: Path) -> None:
+    shard_directory(small("plain"), tmp_path / "cut", 2)
+    first, second = (tmp_path / "cut" / folder(rank, 2) for rank in range(2))
+    shutil.copy(first / "model-00001.safetensors", second)
+    load_target(tmp_path / "cut", shards=members(2)[0])
+    with pytest.raises(CheckpointError, match=r"model-00001.safetensors is of .*'rank': '0'.*, not of .*'rank': '1'"):
+        load_target(tmp_path / "cut", shards=members(2)[1])
+    shutil.rmtree(second)
+    shutil.copytree(first, second)
+    with pytest.raises(CheckpointError, match="rank-01-of-02 holds the pieces of rank 0: put rank 1's there"):
+        load_target(tmp_path / "cut", shards=members(2)[1])
+
+
+def test_inspecting_a_cut_model_says_what_it_is(tmp_path: Path) -> None:
+    shard_directory(small("plain"), tmp_path / "cut", 2)
+    parser = argparse.ArgumentParser()
+    survey.add_options(parser)
+    with pytest.raises(ModelError, match=r"is cut for ranks \(shards.json\): inspect the model that it was cut from"):
+        survey.run(parser.parse_args([str(tmp_path / "cut")]))
 
 
 @pytest.mark.parametrize(
