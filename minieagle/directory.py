@@ -44,7 +44,9 @@ def new_directory(source: Path, target: Path) -> Iterator[Path]:
 
 def _checked_target(source: Path, target: Path) -> Path:
     target = target.resolve()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if target.exists() and not target.is_dir():
+        raise ModelError(f"{target} is a file: pass a new directory")
+    if target.exists() and any(target.iterdir()):
         raise ModelError(f"{target} is not empty: pass a new directory")
     if target.is_relative_to(source.resolve()):
         raise ModelError(f"{target} lies inside {source}, which is read: pass a directory elsewhere")

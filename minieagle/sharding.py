@@ -68,6 +68,8 @@ def shard_directory(
     is cut already, or doesn't divide; a target that isn't new, lies in the source, or for which there is no room."""
     if not 1 <= num_ranks <= MAX_SIZE:
         raise ShardError(f"tp={num_ranks} must be in 1..{MAX_SIZE}, the number of ranks of one model")
+    if (source / FILE).exists():
+        raise CheckpointError(f"{source} is cut already ({FILE}): pass the model that it was cut from")
     config, fill = open_target(source)
     made = Made(num_ranks, expert_parallel, secrets.token_hex(8))
     _check(fill.checkpoint, config, made)

@@ -54,6 +54,8 @@ def weight_directory(directory: Path, shards: Shards) -> tuple[Path, bool]:
             f"{_said(ranks.size, shards.expert_parallel)}: start it that way, or pass the model it was cut from"
         )
     mine = directory / folder(ranks.rank, ranks.size)
+    if not (mine / FILE).is_file():
+        raise CheckpointError(f"{mine / FILE} is missing: copy that rank's folder to this host, or cut the model anew")
     content = dict(read_json(mine / FILE))
     rank = content.pop("rank", None)
     if _made(content) != made:

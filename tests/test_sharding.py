@@ -264,9 +264,14 @@ def test_other_ranks_are_refused(made: tuple[int, bool], asked: tuple[int, bool]
 
 def test_a_streamed_target_and_a_second_cut_are_refused(tmp_path: Path) -> None:
     shard_directory(small("plain"), tmp_path / "cut", 2)
-    for use in (StreamedTarget, lambda path: shard_directory(path, tmp_path / "again", 2)):
-        with pytest.raises(CheckpointError, match="cut for 2 ranks, this is 1 rank"):
-            use(tmp_path / "cut")
+    with pytest.raises(CheckpointError, match="cut for 2 ranks, this is 1 rank"):
+        StreamedTarget(tmp_path / "cut")
+    shard_directory(small("plain"), tmp_path / "one", 1)
+    for made in ("cut", "one"):
+        with pytest.raises(
+            CheckpointError, match=r"is cut already \(shards.json\): pass the model that it was cut from"
+        ):
+            shard_directory(tmp_path / made, tmp_path / "again", 2)
 
 
 def test_folders_of_two_runs_are_refused(tmp_path: Path) -> None:
