@@ -237,7 +237,7 @@ def test_an_empty_target_is_filled_and_a_file_is_not_replaced(tmp_path: Path) ->
     quantize_directory(plain, tmp_path / "empty")
     assert (tmp_path / "empty" / "config.json").exists()
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ModelError, match="not empty"):
+    with pytest.raises(ModelError, match="is a file"):
         quantize_directory(plain, tmp_path / "file")
 
 
