@@ -166,14 +166,14 @@ def exchange(ranks: Ranks, cut: Drafter) -> list[float]:
     found: list[float] = []
     for num_rows in ROWS:
         hidden = torch.zeros(num_rows, cut.config.hidden_size, dtype=torch.bfloat16, device=ranks.device)
-        logits = torch.zeros(num_rows, cut.lm_head.weight.shape[0] or cut.config.draft_vocab_size // ranks.size)
-        logits = logits.to(ranks.device, torch.bfloat16)
+        width = cut.config.draft_vocab_size // ranks.size
+        logits = torch.zeros(num_rows, width, dtype=torch.bfloat16, device=ranks.device)
         times = []
         for _ in range(5 * ROUNDS):
             started = time.perf_counter()
             ranks.gather(hidden)
-            cut.shards.sum(hidden)
             cut.shards.join_columns(logits)
+            cut.shards.sum(hidden).cpu()  # waits for a GPU
             times.append(time.perf_counter() - started)
         found.append(median(times))
     return found

@@ -36,12 +36,12 @@ class Checkpoint:
     """The tensors of a directory by name. `take` hands each out once; `finish` raises if any is left.
 
     `stored` says of each tensor where it lies, without reading it. Raises CheckpointError for files that are missing,
-    damaged, or unlike their index.
+    damaged, or unlike their index; metadata: as in read_headers.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, metadata: Mapping[str, str] | None = None) -> None:
         self.directory = directory
-        self.stored, unlisted = read_headers(directory)
+        self.stored, unlisted = read_headers(directory, metadata)
         if unlisted:
             _log.warning("%s: %s not listed in the index, hence not read", directory, ", ".join(unlisted))
         self._maps: dict[Path, mmap.mmap] = {}

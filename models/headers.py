@@ -84,9 +84,12 @@ def _without_collection() -> Iterator[None]:
 
 
 @_without_collection()
-def read_headers(directory: Path) -> tuple[dict[str, Stored], tuple[str, ...]]:
-    """The tensors of a directory by name, and the names of its weight files that the index doesn't list. Raises
-    CheckpointError naming the file, and the tensor where one is at fault."""
+def read_headers(
+    directory: Path, metadata: Mapping[str, str] | None = None
+) -> tuple[dict[str, Stored], tuple[str, ...]]:
+    """The tensors of a directory by name, and the names of its weight files that the index doesn't list. metadata: what
+    every file must say of itself, None for whatever it says. Raises CheckpointError naming the file, and the tensor
+    where one is at fault."""
     present = _weight_files(directory)
     index = read_index(directory / INDEX)
     used = present if index is None else sorted(set(index.values()))
@@ -99,7 +102,7 @@ def read_headers(directory: Path) -> tuple[dict[str, Stored], tuple[str, ...]]:
         raise CheckpointError(f"{directory} holds no *.safetensors file: only safetensors weights are read")
     found: dict[str, Stored] = {}
     for name in used:
-        _add(found, read_header(directory / name))
+        _add(found, read_header(directory / name, metadata))
     if index is not None:
         _check_agreement(found, index, directory)
     return found, tuple(sorted(set(present) - set(used)))
@@ -158,25 +161,8 @@ def _is_bare_name(name: Any) -> bool:
     return name.endswith(".safetensors") and not name.startswith(".") and not set(name) & {"/", "\\"}
 
 
-def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of one file by name."""
-    content, base, size = _parse(path)
-    content.pop("__metadata__", None)
-    header = {name: _stored(path, name, entry, base) for name, entry in content.items()}
-    _check_gapless(path, header, base, size)
-    return header
-
-
-def read_metadata(path: Path) -> dict[str, Any]:
-    """What one file says of itself, beside its tensors."""
-    said = _parse(path)[0].get("__metadata__", {})
-    if not isinstance(said, dict):
-        raise _damaged(path, f"its metadata is {type(said).__name__}, not an object")
-    return said
-
-
-def _parse(path: Path) -> tuple[dict[str, Any], int, int]:
-    """The header, where its tensors' bytes begin, and the file's size."""
+def read_header(path: Path, metadata: Mapping[str, str] | None = None) -> dict[str, Stored]:
+    """The tensors of one file by name. metadata: as in read_headers."""
     try:
         with open_plain(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -190,7 +176,12 @@ def _parse(path: Path) -> tuple[dict[str, Any], int, int]:
         raise CheckpointError(f"{error}; it is damaged or cut short, fetch it again") from None
     if not isinstance(content, dict):
         raise _damaged(path, f"its header is {type(content).__name__}, not an object")
-    return content, 8 + length, size
+    said = content.pop("__metadata__", None)
+    if metadata is not None and said != metadata:
+        raise CheckpointError(f"{path} is of {said}, not of {metadata}: put the right file there, or cut it anew")
+    header = {name: _stored(path, name, entry, 8 + length) for name, entry in content.items()}
+    _check_gapless(path, header, 8 + length, size)
+    return header
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:

@@ -204,8 +204,8 @@ def open_target(
     """The config of a model directory and a filler over the tensors that the model uses, without a wrapper's prefix; no
     tensor is read yet. Raises ConfigError or CheckpointError naming what is wrong."""
     config = target_config(read_json(directory / "config.json"))
-    weights, are_cut = weight_directory(directory, shards)
-    checkpoint = Checkpoint(weights)
+    weights, metadata = weight_directory(directory, shards)
+    checkpoint = Checkpoint(weights, metadata)
     _leave_out(checkpoint, config)
     checkpoint.strip(WRAPPER)
     check_formats(checkpoint.left, config)
@@ -215,7 +215,7 @@ def open_target(
     if last not in checkpoint:  # told before as many modules are built as config.json asks for
         raise CheckpointError(f"{directory} has no tensor {last}: the model needs it")
     wanted, place = dtype or getattr(torch, config.dtype), device or torch.device("cpu")
-    return config, Filler(checkpoint, wanted, place, config.group_size, config.fp8_block, shards, are_cut)
+    return config, Filler(checkpoint, wanted, place, config.group_size, config.fp8_block, shards, metadata is not None)
 
 
 def load_target(
