@@ -38,7 +38,7 @@ class Shards:
         if self.slices < 1 or self.slices % self.ranks.size:
             raise ShardError(
                 f"reduction slices={self.slices} must be 1 or more and a multiple of the number of ranks, "
-                f"{self.ranks.size}: such as {self.ranks.size} or 8"
+                f"{self.ranks.size}: such as {self.ranks.size}"
             )
 
     @property
