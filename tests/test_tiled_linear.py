@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.rounding import assert_float32_sums
 from tests.strategies import SEEDS
 
 pytest.importorskip("triton", reason="Triton is not installed: its kernels can't be tried")
@@ -21,17 +22,12 @@ def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def close(got: Tensor, wanted: Tensor) -> None:
-    """Float32 sums, rounded once to got's dtype."""
-    step = 2.0**-8 if got.dtype == torch.bfloat16 else 1e-6
-    torch.testing.assert_close(got.double(), wanted, rtol=step, atol=1e-5)
-
-
 @FEW
 @given(st.integers(1, 35), st.sampled_from([(7, 24), (33, 128), (64, 200)]), DTYPES, SEEDS)
 def test_products_are_right(num: int, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> None:
     x, weight = random(num, shape[1], seed=seed, dtype=dtype), random(*shape, seed=seed + 1, dtype=dtype)
-    close(tiled_linear(x, weight), x.double() @ weight.double().t())
+    product, magnitude = (a.double() @ b.double().t() for a, b in [(x, weight), (x.abs(), weight.abs())])
+    assert_float32_sums(tiled_linear(x, weight), product, magnitude)
 
 
 @FEW
@@ -40,7 +36,9 @@ def test_products_per_head_are_right(num: int, shape: tuple[int, int, int], dtyp
     heads, inner, columns = shape
     x = random(num, heads, inner, seed=seed, dtype=dtype)
     weight = random(heads, inner, columns, seed=seed + 1, dtype=dtype)
-    close(tiled_per_head(x, weight), torch.einsum("tha,hab->thb", x.double(), weight.double()))
+    pairs = [(x, weight), (x.abs(), weight.abs())]
+    product, magnitude = (torch.einsum("tha,hab->thb", a.double(), b.double()) for a, b in pairs)
+    assert_float32_sums(tiled_per_head(x, weight), product, magnitude)
 
 
 @FEW
