@@ -161,10 +161,9 @@ class AsyncFront:
                 self._obey()
                 if self.engine.has_work:
                     self._publish(self.engine.step())
-        except RankLost as error:  # the job ends, and says which rank it was
-            self._call(self._fail, Unavailable(f"the engine stopped: {error}"))
         except Exception as error:  # whatever it is, its state is unknown: end every stream rather than hang them
-            _log.exception("the step loop ended")
+            if not isinstance(error, RankLost):  # of a lost rank the job itself says which it was
+                _log.exception("the step loop ended")
             self._call(self._fail, Unavailable(f"the engine stopped: {error}"))
 
     def _wait_for_work(self) -> bool:

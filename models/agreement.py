@@ -25,8 +25,6 @@ class AgreementError(ValueError):
 
 def check_agreement(ranks: Ranks, target: Target, drafter: Drafter | None) -> None:
     """Every rank calls this once it has loaded. Raises AgreementError on all of them when one differs from rank 0."""
-    if ranks.size == 1:
-        return
     facts = _facts(target, drafter)
     every = ranks.gather(torch.tensor([_number(fact) for fact in facts.values()], device=ranks.device))
     for (what, mine), numbers in zip(facts.items(), every.t().tolist(), strict=True):
